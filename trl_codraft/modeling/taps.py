@@ -1,0 +1,152 @@
+"""
+Taps: the hidden states of a few policy layers, recorded while the policy's own forward runs.
+
+Shapes: `B` rows, `S` padded columns, `Ht` policy hidden size, `n` policy layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def decoder_of(policy: nn.Module) -> nn.Module:
+    """
+    The decoder stack of a causal language model: the module that owns `.layers` and returns `last_hidden_state`.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            A causal language model, possibly with PEFT adapters injected (pass the base model, not the `PeftModel`).
+
+    Returns:
+        `nn.Module`: the decoder.
+
+    Raises:
+        ValueError: if the model has no decoder with a `ModuleList` called `layers`.
+    """
+    decoder = policy.get_decoder() if hasattr(policy, "get_decoder") else None
+    if policy.config.is_encoder_decoder or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise ValueError(
+            f"{type(policy).__name__} has no decoder with a list of `layers` whose hidden states a draft could read "
+            "(encoder-decoder models and custom stacks are not supported). Set `use_draft=False` to train it without "
+            "a draft."
+        )
+    return decoder
+
+
+class TapRecord:
+    """
+    What one policy forward left behind.
+
+    Attributes:
+        taps (`list[torch.Tensor]`):
+            One detached `(B, S, Ht)` tensor per tap layer, ascending.
+        last_hidden (`torch.Tensor`):
+            Detached `(B, S, Ht)` output of the decoder, after the final norm: what the policy's head reads.
+    """
+
+    def __init__(self, tap_layers: Sequence[int]):
+        self.tap_layers = tuple(tap_layers)
+        self._by_layer: dict[int, torch.Tensor] = {}
+        self._last_hidden: torch.Tensor | None = None
+
+    @property
+    def taps(self) -> list[torch.Tensor]:
+        missing = [layer for layer in self.tap_layers if layer not in self._by_layer]
+        if missing:
+            raise RuntimeError(
+                f"The policy's forward did not deliver the taps of layers {missing}: the layers were bypassed or the "
+                "forward did not run. A draft trained without them would be silently useless."
+            )
+        return [self._by_layer[layer] for layer in self.tap_layers]
+
+    @property
+    def last_hidden(self) -> torch.Tensor:
+        if self._last_hidden is None:
+            raise RuntimeError("The policy's decoder did not run inside `TapRecorder.record()`.")
+        return self._last_hidden
+
+
+class TapRecorder:
+    """
+    Records taps with forward hooks. Id `i` in `0..n-1` is the input of decoder layer `i` (`hidden_states[i]` of
+    Transformers); id `n` is the output of the last layer before the final norm.
+
+    Hooks stay on the modules, but only forwards inside [`~TapRecorder.record`] leave anything behind, so rollouts,
+    reference and evaluation forwards are not affected.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The causal language model to record from.
+        tap_layers (`Sequence[int]`):
+            Tap ids, strictly ascending.
+
+    Raises:
+        ValueError: if an id lies outside `0..n` or the ids are not strictly ascending.
+    """
+
+    def __init__(self, policy: nn.Module, tap_layers: Sequence[int]):
+        decoder = decoder_of(policy)
+        num_layers = len(decoder.layers)
+        tap_layers = tuple(tap_layers)
+        if not tap_layers or list(tap_layers) != sorted(set(tap_layers)):
+            raise ValueError(f"Tap layers must be strictly ascending and at least one, got {list(tap_layers)}.")
+        if tap_layers[0] < 0 or tap_layers[-1] > num_layers:
+            raise ValueError(
+                f"Tap layers {list(tap_layers)} do not fit a policy of {num_layers} layers: ids run from 0 (input of "
+                f"the first layer) to {num_layers} (output of the last layer)."
+            )
+        self.tap_layers = tap_layers
+        self._record: TapRecord | None = None
+        self._handles = [decoder.register_forward_hook(self._on_decoder)]
+        for layer in tap_layers:
+            if layer < num_layers:
+                hook = self._input_hook(layer)
+                self._handles.append(decoder.layers[layer].register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                self._handles.append(decoder.layers[num_layers - 1].register_forward_hook(self._output_hook(layer)))
+
+    @contextmanager
+    def record(self) -> Iterator[TapRecord]:
+        """Records the one policy forward that runs inside the context."""
+        if self._record is not None:
+            raise RuntimeError("`TapRecorder.record()` is already active; records do not nest.")
+        self._record = TapRecord(self.tap_layers)
+        try:
+            yield self._record
+        finally:
+            self._record = None
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _input_hook(self, layer: int):
+        def hook(module, args, kwargs):
+            if self._record is not None:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                self._keep(layer, hidden)
+
+        return hook
+
+    def _output_hook(self, layer: int):
+        def hook(module, args, output):
+            if self._record is not None:
+                self._keep(layer, output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def _keep(self, layer: int, hidden: torch.Tensor) -> None:
+        # Reentrant checkpointing recomputes with the record already closed, so a second arrival is a second forward.
+        if layer in self._record._by_layer:
+            raise RuntimeError(
+                f"Tap {layer} arrived twice in one record: the policy's backbone ran more than once per loss."
+            )
+        self._record._by_layer[layer] = hidden.detach()
+
+    def _on_decoder(self, module, args, output):
+        if self._record is not None:
+            self._record._last_hidden = output.last_hidden_state.detach()
