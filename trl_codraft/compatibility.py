@@ -1,0 +1,78 @@
+"""What works with what: refusals at construction, and the reasons why rollouts stay plain."""
+
+from typing import TYPE_CHECKING
+
+from accelerate.utils import DistributedType, is_peft_model
+from torch import nn
+
+from .modeling.taps import decoder_of
+from .rollout.support import unsupported_reason
+
+
+if TYPE_CHECKING:
+    from .trainer import CoDraftGRPOTrainer
+
+
+WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
+
+
+def base_policy(model: nn.Module) -> nn.Module:
+    """The causal language model itself, with PEFT adapters injected if there are any."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:
+    """
+    Raises for settings under which no draft can be trained.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, after `GRPOTrainer.__init__`.
+
+    Raises:
+        ValueError: naming the setting and what to change.
+    """
+    if trainer._is_vlm:
+        raise ValueError(
+            "The policy takes a processor (vision-language model): its image embeddings do not come from the token "
+            f"embedding that the draft reads. {WITHOUT_DRAFT}"
+        )
+    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens, so hidden states and tokens no "
+            f"longer line up. Use LoRA, or set `use_draft=False`."
+        )
+    accelerator = trainer.accelerator
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        stage = accelerator.state.deepspeed_plugin.zero_stage
+        if stage == 3:
+            raise ValueError(
+                "DeepSpeed ZeRO-3 shards the head and the embedding that the draft's teacher reads outside the "
+                f"policy's forward. Use FSDP2 (`fsdp_version: 2`) or ZeRO-2. {WITHOUT_DRAFT}"
+            )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            "FSDP1 flattens the policy's parameters, so the draft cannot read its head and embedding. Set "
+            f"`fsdp_version: 2` in the Accelerate config. {WITHOUT_DRAFT}"
+        )
+    decoder_of(base_policy(trainer.model))
+
+
+def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
+    """
+    Why rollouts cannot be speculative in this run.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, after `GRPOTrainer.__init__`.
+
+    Returns:
+        `str` or `None`: the reason and what to change, or `None` if speculation is possible.
+    """
+    if trainer.use_vllm:
+        return "vLLM generates the rollouts (`use_vllm=True`); speculation inside vLLM is not available yet"
+    if trainer.use_transformers_continuous_batching:
+        return "continuous batching (`use_transformers_continuous_batching=True`) has no speculative decoding"
+    if trainer.rollout_func is not None:
+        return "`rollout_func` generates the rollouts"
+    return unsupported_reason(base_policy(trainer.model), trainer.generation_config)

@@ -1,0 +1,284 @@
+"""Configuration of [`CoDraftGRPOTrainer`]: the fields of `GRPOConfig`, plus those of the draft."""
+
+from dataclasses import MISSING, dataclass, field, fields
+
+from transformers import SchedulerType
+from trl import GRPOConfig
+
+
+@dataclass
+class CoDraftGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`CoDraftGRPOTrainer`].
+
+    This class includes only the parameters that concern the draft. For the others, see [`~trl.GRPOConfig`] and
+    [`~transformers.TrainingArguments`].
+
+    Parameters:
+        > Parameters that control the draft model
+
+        use_draft (`bool`, *optional*, defaults to `True`):
+            Whether to train a draft and roll out with it. `False` builds, saves and logs nothing: the run is the one
+            of [`~trl.GRPOTrainer`].
+        draft_model_name_or_path (`str`, *optional*):
+            EAGLE-3 checkpoint to start from (a Hub id or a folder in the format of vLLM, SGLang or speculators). If
+            `None`, a fresh draft is built from the policy.
+        draft_train (`bool`, *optional*, defaults to `True`):
+            Whether to train the draft inside the GRPO step. `False` keeps it frozen, which is the baseline.
+        draft_tap_layers (`list[int]`, *optional*):
+            Policy layers whose hidden states the draft reads, strictly ascending. Id `i` is the input of decoder layer
+            `i`; the number of layers stands for the output of the last one. If `None`, `[2, n//2, n-3]` for a policy
+            of `n >= 7` layers. A loaded draft keeps its own.
+        draft_num_hidden_layers (`int`, *optional*, defaults to `1`):
+            Number of decoder layers of a fresh draft.
+        draft_vocab_size (`int`, *optional*):
+            Size of the vocabulary of a fresh draft. If `None`, the policy's. A smaller one is chosen once from the
+            prompts and one batch of rollouts, and makes drafting cheaper.
+        draft_fc_norm (`bool`, *optional*, defaults to `False`):
+            Whether a fresh draft normalises each tap before `fc` (EAGLE-3.1).
+        draft_norm_output (`bool`, *optional*, defaults to `False`):
+            Whether a fresh draft feeds its normalised output back to the next step (EAGLE-3.1).
+
+        > Parameters that control the training of the draft
+
+        draft_ttt_steps (`int`, *optional*, defaults to `4`):
+            Number of passes `K` of the test-time-training unroll (EAGLE-3, section 3).
+        draft_ttt_decay (`float`, *optional*, defaults to `0.8`):
+            Pass `s` weighs `draft_ttt_decay ** s` in the loss.
+        draft_detach_passes (`bool`, *optional*, defaults to `False`):
+            Whether to stop the gradient between passes.
+        draft_teacher_temperature (`float`, *optional*):
+            Temperature of the teacher distribution. If `None`, 1.0, whatever the rollout temperature.
+        draft_learning_rate (`float`, *optional*, defaults to `2e-4`):
+            Learning rate of the draft inside the GRPO step.
+        draft_pretrain_learning_rate (`float`, *optional*, defaults to `1e-3`):
+            Learning rate of the draft during `draft_pretrain_steps`.
+        draft_lr_scheduler_type (`str`, *optional*, defaults to `"constant_with_warmup"`):
+            Schedule of the draft's learning rate, one of [`~transformers.SchedulerType`].
+        draft_warmup_steps (`int`, *optional*, defaults to `20`):
+            Warmup of the draft's learning rate, in draft updates.
+        draft_weight_decay (`float`, *optional*, defaults to `0.0`):
+            Weight decay of the draft's AdamW.
+        draft_max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Gradient clipping of the draft, apart from the policy's.
+        draft_loss_chunk_size (`int`, *optional*, defaults to `1024`):
+            Rows per chunk of the draft loss. Bounds the memory of teacher and student logits.
+        draft_train_on_prompt (`bool`, *optional*, defaults to `False`):
+            Whether prompt tokens are trained too. Otherwise only completion tokens that the policy sampled are.
+        draft_pretrain_steps (`int`, *optional*, defaults to `0`):
+            Number of draft-only updates on the policy's own rollouts before the first GRPO step.
+
+        > Parameters that control speculative rollouts
+
+        speculative_rollouts (`str`, *optional*, defaults to `"auto"`):
+            Whether rollouts use the draft. `"auto"`: wherever supported, else plain generation with one warning that
+            names the reason. `"true"`: raise where unsupported. `"false"`: plain generation. Booleans are accepted.
+        num_draft_tokens (`str`, *optional*, defaults to `"auto"`):
+            Number of tokens drafted per verification: an integer, or `"auto"` to choose it from measured acceptance
+            and measured time. Both sample from the policy's exact distribution; `"auto"` is not reproducible sample
+            by sample.
+
+        > Parameters that control parallelism (not available yet: leave them at their defaults)
+
+        context_parallel_size (`int`, *optional*, defaults to `1`):
+            Number of ranks that split the tokens of a microbatch.
+        context_parallel_layout (`str`, *optional*, defaults to `"hybrid"`):
+            How documents are split: `"document"` or `"hybrid"`.
+        context_parallel_trunk (`str`, *optional*, defaults to `"ring"`):
+            How trunk keys and values travel: `"ring"` or `"gather_once"`.
+        pipeline_parallel_size (`int`, *optional*, defaults to `1`):
+            Number of ranks that split the layers of the policy.
+        pipeline_schedule (`str`, *optional*, defaults to `"1F1B"`):
+            Pipeline schedule.
+        layers_per_stage (`list[int]`, *optional*):
+            Layers of each pipeline stage. If `None`, balanced with the draft counted.
+        tap_channel_slots (`int`, *optional*):
+            Landing slots per lane of the tap channel. If `None`, the smallest safe number plus one.
+    """
+
+    # Parameters that control the draft model
+    use_draft: bool = field(
+        default=True,
+        metadata={"help": "Whether to train a draft and roll out with it. False is the run of `trl.GRPOTrainer`."},
+    )
+    draft_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "EAGLE-3 checkpoint to start from (Hub id or folder). None builds a fresh draft."},
+    )
+    draft_train: bool = field(
+        default=True, metadata={"help": "Whether to train the draft inside the GRPO step. False keeps it frozen."}
+    )
+    draft_tap_layers: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Policy layers the draft reads, strictly ascending. None: [2, n//2, n-3] for n >= 7 layers."
+        },
+    )
+    draft_num_hidden_layers: int = field(default=1, metadata={"help": "Number of decoder layers of a fresh draft."})
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "Vocabulary size of a fresh draft. None: the policy's."}
+    )
+    draft_fc_norm: bool = field(
+        default=False, metadata={"help": "Whether a fresh draft normalises each tap before `fc` (EAGLE-3.1)."}
+    )
+    draft_norm_output: bool = field(
+        default=False, metadata={"help": "Whether a fresh draft feeds back its normalised output (EAGLE-3.1)."}
+    )
+
+    # Parameters that control the training of the draft
+    draft_ttt_steps: int = field(
+        default=4, metadata={"help": "Number of passes of the test-time-training unroll (EAGLE-3, section 3)."}
+    )
+    draft_ttt_decay: float = field(default=0.8, metadata={"help": "Pass s weighs `draft_ttt_decay ** s` in the loss."})
+    draft_detach_passes: bool = field(default=False, metadata={"help": "Whether to stop the gradient between passes."})
+    draft_teacher_temperature: float | None = field(
+        default=None, metadata={"help": "Temperature of the teacher distribution. None: 1.0."}
+    )
+    draft_learning_rate: float = field(
+        default=2e-4, metadata={"help": "Learning rate of the draft inside the GRPO step."}
+    )
+    draft_pretrain_learning_rate: float = field(
+        default=1e-3, metadata={"help": "Learning rate of the draft during `draft_pretrain_steps`."}
+    )
+    draft_lr_scheduler_type: str = field(
+        default="constant_with_warmup", metadata={"help": "Schedule of the draft's learning rate."}
+    )
+    draft_warmup_steps: int = field(
+        default=20, metadata={"help": "Warmup of the draft's learning rate, in draft updates."}
+    )
+    draft_weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the draft's AdamW."})
+    draft_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Gradient clipping of the draft, apart from the policy's."}
+    )
+    draft_loss_chunk_size: int = field(default=1024, metadata={"help": "Rows per chunk of the draft loss."})
+    draft_train_on_prompt: bool = field(default=False, metadata={"help": "Whether prompt tokens are trained too."})
+    draft_pretrain_steps: int = field(
+        default=0,
+        metadata={"help": "Draft-only updates on the policy's own rollouts before the first GRPO step."},
+    )
+
+    # Parameters that control speculative rollouts
+    speculative_rollouts: str = field(
+        default="auto",
+        metadata={"help": "'auto': where supported, else plain with one warning; 'true': raise; 'false': plain."},
+    )
+    num_draft_tokens: str = field(
+        default="auto",
+        metadata={"help": "Tokens drafted per verification: an integer, or 'auto' to choose it by measurement."},
+    )
+
+    # Parameters that control parallelism
+    context_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks that split the tokens of a microbatch. Not available yet."}
+    )
+    context_parallel_layout: str = field(
+        default="hybrid", metadata={"help": "How documents are split: 'document' or 'hybrid'. Not available yet."}
+    )
+    context_parallel_trunk: str = field(
+        default="ring", metadata={"help": "How trunk K/V travel: 'ring' or 'gather_once'. Not available yet."}
+    )
+    pipeline_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks that split the layers of the policy. Not available yet."}
+    )
+    pipeline_schedule: str = field(default="1F1B", metadata={"help": "Pipeline schedule. Not available yet."})
+    layers_per_stage: list[int] | None = field(
+        default=None, metadata={"help": "Layers of each pipeline stage. Not available yet."}
+    )
+    tap_channel_slots: int | None = field(
+        default=None, metadata={"help": "Landing slots per lane of the tap channel. Not available yet."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._validate_draft()
+
+    @classmethod
+    def from_grpo_config(cls, args: GRPOConfig) -> "CoDraftGRPOConfig":
+        """
+        The same run with the draft's defaults.
+
+        Args:
+            args ([`~trl.GRPOConfig`]):
+                A configuration that has been through its own `__post_init__`. It is not validated again: derived
+                fields such as `generation_batch_size` would be refused the second time.
+
+        Returns:
+            [`CoDraftGRPOConfig`]: `args` itself if it is one already.
+        """
+        if isinstance(args, cls):
+            return args
+        config = cls.__new__(cls)
+        config.__dict__.update(args.__dict__)
+        for spec in fields(cls):
+            if spec.name not in config.__dict__ and spec.init:
+                config.__dict__[spec.name] = spec.default if spec.default is not MISSING else spec.default_factory()
+        config._validate_draft()
+        return config
+
+    def _validate_draft(self) -> None:
+        """Checks the draft's fields once and normalises `speculative_rollouts` and `num_draft_tokens`."""
+        self._refuse_parallelism()
+        self._normalise_rollout_fields()
+        for name, smallest in (
+            ("draft_num_hidden_layers", 1),
+            ("draft_ttt_steps", 1),
+            ("draft_loss_chunk_size", 1),
+            ("draft_warmup_steps", 0),
+            ("draft_pretrain_steps", 0),
+        ):
+            if getattr(self, name) < smallest:
+                raise ValueError(f"`{name}` must be at least {smallest}, got {getattr(self, name)}.")
+        for name in ("draft_ttt_decay", "draft_learning_rate", "draft_pretrain_learning_rate", "draft_max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        if self.draft_teacher_temperature is not None and not self.draft_teacher_temperature > 0:
+            raise ValueError(
+                f"`draft_teacher_temperature` must be positive, got {self.draft_teacher_temperature}. Leave it at "
+                "`None` for the policy's own distribution."
+            )
+        if self.draft_lr_scheduler_type not in list(SchedulerType):
+            raise ValueError(
+                f"`draft_lr_scheduler_type` must be one of {[str(kind.value) for kind in SchedulerType]}, got "
+                f"{self.draft_lr_scheduler_type!r}."
+            )
+
+    def _normalise_rollout_fields(self) -> None:
+        value = str(self.speculative_rollouts).lower()
+        if value not in ("auto", "true", "false"):
+            raise ValueError(
+                f"`speculative_rollouts` must be 'auto', 'true' or 'false', got {self.speculative_rollouts!r}."
+            )
+        self.speculative_rollouts = value
+
+        value = str(self.num_draft_tokens).lower()
+        if value != "auto" and not (value.isdecimal() and int(value) >= 1):
+            raise ValueError(
+                f"`num_draft_tokens` must be 'auto' or an integer of at least 1, got {self.num_draft_tokens!r}. For "
+                "plain rollouts set `speculative_rollouts='false'`."
+            )
+        self.num_draft_tokens = value if value == "auto" else int(value)
+        if self.full_determinism and self.use_draft and self.num_draft_tokens == "auto" and not self._rolls_out_plain:
+            raise ValueError(
+                "`full_determinism=True` with `num_draft_tokens='auto'`: the number of draft tokens would follow the "
+                "clock, so samples would differ from run to run. Set `num_draft_tokens` to an integer."
+            )
+
+    @property
+    def _rolls_out_plain(self) -> bool:
+        return self.speculative_rollouts == "false"
+
+    def _refuse_parallelism(self) -> None:
+        for name, default in (
+            ("context_parallel_size", 1),
+            ("context_parallel_layout", "hybrid"),
+            ("context_parallel_trunk", "ring"),
+            ("pipeline_parallel_size", 1),
+            ("pipeline_schedule", "1F1B"),
+            ("layers_per_stage", None),
+            ("tap_channel_slots", None),
+        ):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` is not available yet: context and pipeline parallelism are "
+                    f"still being built. Leave it at {default!r}."
+                )

@@ -1,0 +1,191 @@
+"""
+Work on the policy's own rollouts before the first GRPO step: token counts, tap scales, draft-only updates.
+
+Nothing here calls a reward function or an environment, and every random state is put back, so the policy's run is the
+one it would have been without.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+
+from .modeling.packing import DraftBatch, pack_rows
+
+
+if TYPE_CHECKING:
+    from .trainer import CoDraftGRPOTrainer
+
+
+MAX_COUNTED_PROMPTS = 2000
+# Each pretraining rollout is trained this many times: on a CPU and on a GPU alike, generating it costs far more than
+# one more pass over it.
+PASSES_PER_ROLLOUT = 4
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Puts the states of python, numpy, torch (CPU and all devices) back on exit."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.accelerator.device_count())):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+class PolicyRollouts:
+    """
+    Rollouts of the current policy on prompts of the training set, outside the GRPO loop.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer; only its dataset, tokenization and generation are used.
+        seed (`int`):
+            Seed of the order of prompts. Each rank draws its own.
+    """
+
+    def __init__(self, trainer: "CoDraftGRPOTrainer", seed: int):
+        self.trainer = trainer
+        self.random = torch.Generator().manual_seed(seed + 1000 * trainer.accelerator.process_index)
+        self._rows = self._stream()
+
+    def _stream(self) -> Iterator[dict]:
+        dataset = self.trainer.train_dataset
+        while True:
+            if isinstance(dataset, torch.utils.data.IterableDataset):
+                num_ranks, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
+                yield from (row for index, row in enumerate(dataset) if index % num_ranks == rank)
+            else:
+                for index in torch.randperm(len(dataset), generator=self.random).tolist():
+                    yield dataset[index]
+
+    def generate(self, count: int, prompts_only: bool = False) -> list[tuple[list[int], list[int]]]:
+        """
+        Samples one completion for each of the next `count` prompts: `(prompt_ids, completion_ids)` pairs, the
+        completions empty with `prompts_only`.
+        """
+        trainer = self.trainer
+        rows = [next(self._rows) for _ in range(count)]
+        was_training = trainer.model.training
+        trainer.model.train()  # as in the GRPO loop, which also generates in training mode
+        environments = trainer._batch_environments if trainer.environment_factories is not None else None
+        try:
+            if trainer.environment_factories is not None:
+                trainer._batch_environments = [
+                    row.get("environment") if trainer._multi_environment else None for row in rows
+                ]
+            prompts = [row.get("prompt", [{"role": "user", "content": ""}]) for row in rows]
+            prompt_ids, images, multimodal_fields = trainer._tokenize_prompts(prompts)
+            if prompts_only:
+                return [(ids, []) for ids in prompt_ids]
+            completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, multimodal_fields, 1)
+        finally:
+            if trainer.environment_factories is not None:
+                trainer._batch_environments = environments
+            trainer.model.train(was_training)
+        return list(zip(prompt_ids, completion_ids, strict=True))
+
+    def record(self, rollouts: list[tuple[list[int], list[int]]]) -> DraftBatch | None:
+        """Runs the policy over rollouts, without gradient, and packs what the draft learns from."""
+        trainer, device = self.trainer, self.trainer.accelerator.device
+        sequences = [torch.tensor(prompt + completion) for prompt, completion in rollouts]
+        input_ids = pad_sequence(sequences, batch_first=True, padding_value=trainer._tokenizer.pad_token_id)
+        columns = torch.arange(input_ids.shape[1])
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        prompt_lengths = torch.tensor([len(prompt) for prompt, _ in rollouts])
+        attention_mask = columns < lengths[:, None]
+        trained = attention_mask.clone()
+        if not trainer.args.draft_train_on_prompt:
+            trained &= columns >= prompt_lengths[:, None]
+        input_ids, attention_mask, trained = (x.to(device) for x in (input_ids, attention_mask, trained))
+        with torch.no_grad(), trainer.recorder.record() as record, trainer.accelerator.autocast():
+            trainer.model_wrapped(
+                input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, logits_to_keep=1
+            )
+        return pack_rows(
+            input_ids, attention_mask, trained, record.taps, record.last_hidden, trainer.args.draft_ttt_steps
+        )
+
+
+def measure_tap_scales(trainer: "CoDraftGRPOTrainer", batch: DraftBatch | None) -> torch.Tensor:
+    """
+    Root mean square of each tap over the tokens of one batch per rank.
+
+    Returns:
+        `torch.Tensor`: fp32, shape `(number of taps,)`.
+    """
+    num_taps = len(trainer.draft_model.config.tap_layers)
+    sums = torch.zeros(num_taps + 1, dtype=torch.float64, device=trainer.accelerator.device)
+    if batch is not None:
+        squares = batch.taps.double().square().unflatten(-1, (num_taps, -1))
+        sums[:num_taps], sums[num_taps] = squares.mean(-1).sum(0), len(batch.taps)
+    sums = trainer.accelerator.reduce(sums, reduction="sum")
+    return (sums[:-1] / sums[-1].clamp(min=1)).sqrt().float()
+
+
+def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """
+    How often each token occurs in up to 2,000 prompts of the training set and in given rollouts, over all ranks.
+
+    Returns:
+        `torch.Tensor`: int64 counts of shape `(V,)`.
+    """
+    vocab_size = trainer.draft_model.config.vocab_size
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    rank, num_ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    prompts = []
+    for index, row in enumerate(trainer.train_dataset):
+        if index >= MAX_COUNTED_PROMPTS:
+            break
+        if index % num_ranks == rank and "prompt" in row:
+            prompts.append(row["prompt"])
+    sequences = [completion for _, completion in rollouts]
+    if prompts and trainer.environment_factories is None:
+        sequences += trainer._tokenize_prompts(prompts)[0]
+    for ids in sequences:
+        counts += torch.bincount(torch.as_tensor(ids, dtype=torch.long), minlength=vocab_size)
+    return trainer.accelerator.reduce(counts.to(trainer.accelerator.device), reduction="sum").cpu()
+
+
+def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: PolicyRollouts) -> None:
+    """
+    Draft-only updates on fresh rollouts. Every rank runs the same number of steps.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, with its `draft_trainer` built.
+        num_steps (`int`):
+            Number of updates. Each trains on `per_device_train_batch_size` rollouts per rank; every rollout is used in
+            four of them.
+        source ([`PolicyRollouts`]):
+            Where the rollouts come from.
+    """
+    rows_per_step = trainer.args.per_device_train_batch_size
+    rollouts_per_window = rows_per_step * trainer.args.steps_per_generation
+    queue: list[list[tuple[list[int], list[int]]]] = []
+    progress = tqdm(
+        range(num_steps),
+        desc="draft pretraining",
+        disable=trainer.args.disable_tqdm or not trainer.accelerator.is_local_main_process,
+    )
+    with trainer.draft_trainer.pretraining():
+        for _ in progress:
+            if not queue:
+                rollouts = source.generate(rollouts_per_window)
+                for _pass in range(PASSES_PER_ROLLOUT):
+                    order = torch.randperm(len(rollouts), generator=source.random).tolist()
+                    shuffled = [rollouts[index] for index in order]
+                    queue += [shuffled[i : i + rows_per_step] for i in range(0, len(shuffled), rows_per_step)]
+            trainer.draft_trainer.accumulate(source.record(queue.pop(0)))
+            metrics = trainer.draft_trainer.step()
+            trainer.draft_pretraining_log.append(metrics)
+            progress.set_postfix(
+                loss=f"{metrics['draft/loss']:.3f}", accept_length_sim=f"{metrics['draft/accept_length_sim']:.2f}"
+            )

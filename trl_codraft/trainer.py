@@ -1,0 +1,485 @@
+"""
+[`CoDraftGRPOTrainer`]: TRL's GRPO trainer with a draft that is trained inside the step and speeds up its rollouts.
+
+Each override is a few lines that call a part: taps and packing (`modeling/`), the draft's own training (`training.py`),
+speculative decoding (`rollout/`), drafts on disk (`export.py`). The draft is never a child module of the policy and has
+its own backward and optimizer, so the policy's run is bit for bit the one without a draft.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .compatibility import base_policy, plain_rollout_reason, refuse_unsupported
+from .config import CoDraftGRPOConfig
+from .export import export_draft, push_draft
+from .modeling.configuration_eagle3 import Eagle3DraftConfig
+from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .modeling.packing import pack_rows
+from .modeling.taps import TapRecorder
+from .modeling.teacher import PolicyHead
+from .modeling.vocab import choose_draft_vocab
+from .pretraining import PolicyRollouts, count_tokens, preserved_random_state, pretrain_draft
+from .rollout.speculative import SpeculativeDecoder
+from .training import DraftTrainer, DraftTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+DRAFT_FOLDER = "draft"
+DRAFT_STATE_NAME = "draft_state.pt"
+
+
+class CoDraftGRPOTrainer(GRPOTrainer):
+    """
+    Trainer for Group Relative Policy Optimization (GRPO) that co-trains an EAGLE-3 draft and rolls out with it.
+
+    A drop-in replacement for [`~trl.GRPOTrainer`]. The draft learns, at every step, from the hidden states that the
+    policy's own loss forward produces; it proposes tokens during rollouts and never changes what the policy samples or
+    learns. Method: arXiv 2609.07108; draft architecture: EAGLE-3, arXiv 2503.01840.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl.rewards import accuracy_reward
+    from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+
+    trainer = CoDraftGRPOTrainer(
+        model="Qwen/Qwen3-4B",
+        reward_funcs=accuracy_reward,
+        args=CoDraftGRPOConfig(output_dir="out", draft_pretrain_steps=200),
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
+    trainer.push_draft_to_hub("me/Qwen3-4B-eagle3")
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, ...:
+            As in [`~trl.GRPOTrainer`].
+        args ([`CoDraftGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
+            Configuration. A plain `GRPOConfig` gets the draft's defaults.
+        draft_model (`str` or [`Eagle3DraftModel`], *optional*):
+            Draft to start from: a Hub id, a folder, or a model. Takes the place of `draft_model_name_or_path`.
+
+    Attributes:
+        draft_model ([`Eagle3DraftModel`] or `None`):
+            The draft, with fp32 weights. `None` with `use_draft=False`.
+        draft_trainer ([`~training.DraftTrainer`] or `None`):
+            Its optimizer and schedule. Built when training begins.
+        draft_pretraining_log (`list[dict[str, float]]`):
+            Metrics of each pretraining update.
+
+    Raises:
+        ValueError: if the policy, the parallelism or the settings do not allow a draft; the message says what to set.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | nn.Module,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | dict[str, Callable] | None = None,
+        *,
+        draft_model: str | Eagle3DraftModel | None = None,
+    ):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = CoDraftGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
+        args = CoDraftGRPOConfig.from_grpo_config(args)
+        if draft_model is not None and args.draft_model_name_or_path is not None:
+            raise ValueError("Both `draft_model` and `draft_model_name_or_path` are set. Keep one of them.")
+        if draft_model is not None and not args.use_draft:
+            raise ValueError("`draft_model` is set with `use_draft=False`. Drop one of the two.")
+        if args.use_draft:
+            self._tag_names = [*self._tag_names, "codraft"]
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        self.draft_model: Eagle3DraftModel | None = None
+        self.draft_trainer: DraftTrainer | None = None
+        self.draft_pretraining_log: list[dict[str, float]] = []
+        if args.use_draft:
+            self._init_draft(draft_model or args.draft_model_name_or_path)
+
+    # Building the draft
+
+    def _init_draft(self, source: str | Eagle3DraftModel | None) -> None:
+        refuse_unsupported(self)
+        policy = base_policy(self.model)
+        self._policy_head = PolicyHead(policy, cast_to_fp32=self.args.cast_lm_head_to_fp32)
+        self._draft_is_fresh = source is None
+        with preserved_random_state():
+            if source is None:
+                draft = self._fresh_draft(policy)
+            elif isinstance(source, str):
+                draft = Eagle3DraftModel.from_pretrained(source, policy=policy)
+            else:
+                draft = source
+        self.draft_model = draft.to(device=self.accelerator.device, dtype=torch.float32)
+        self.draft_model.compute_dtype = self._draft_compute_dtype(policy)
+        self.recorder = TapRecorder(policy, draft.config.tap_layers)
+        self._draft_batch = None
+        self._draft_checkpoint: str | None = None
+        self._decoder = SpeculativeDecoder(policy, self.draft_model, num_draft_tokens=self.args.num_draft_tokens)
+        self._speculation_on = self._resolve_speculation()
+        self._reset_rollout_tally()
+        self._draft_seconds = 0.0
+        self._warn_about_settings()
+        self.add_callback(_StartDraft(self))
+
+    def _fresh_draft(self, policy: PreTrainedModel) -> Eagle3DraftModel:
+        args = self.args
+        overrides = {
+            "tap_layers": args.draft_tap_layers,
+            "num_hidden_layers": args.draft_num_hidden_layers,
+            "draft_vocab_size": args.draft_vocab_size,
+            "fc_norm": args.draft_fc_norm,
+            "norm_output": args.draft_norm_output,
+        }
+        overrides = {name: value for name, value in overrides.items() if value is not None}
+        return Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, **overrides))
+
+    def _draft_compute_dtype(self, policy: PreTrainedModel) -> torch.dtype:
+        if self.args.bf16:
+            return torch.bfloat16
+        # The draft has no gradient scaler of its own, so under fp16 it computes in fp32.
+        return torch.float32 if self.args.fp16 or policy.dtype == torch.float16 else policy.dtype
+
+    def _resolve_speculation(self) -> bool:
+        if self.args.speculative_rollouts == "false":
+            return False
+        reason = plain_rollout_reason(self)
+        if reason is None:
+            return True
+        if self.args.speculative_rollouts == "true":
+            raise ValueError(
+                f"`speculative_rollouts='true'`, but rollouts cannot be speculative: {reason}. Change that, or set "
+                "`speculative_rollouts='auto'` to train the draft and roll out without it."
+            )
+        logger.warning_once(f"Rollouts are plain, without the draft: {reason}.")
+        return False
+
+    def _warn_about_settings(self) -> None:
+        args = self.args
+        if self._draft_is_fresh and args.draft_pretrain_steps == 0:
+            logger.warning_once(
+                "A fresh draft starts with `draft_pretrain_steps=0`: the first rollouts will accept almost nothing of "
+                "what it proposes. Set `draft_pretrain_steps`, or start from a trained draft with "
+                "`draft_model_name_or_path`."
+            )
+        window = args.steps_per_generation * args.num_iterations
+        saves = args.save_strategy == "steps" and args.save_steps >= 1
+        if saves and (args.save_steps * args.gradient_accumulation_steps) % window:
+            logger.warning_once(
+                f"`save_steps={args.save_steps}` does not fall on the boundary of a generation window "
+                f"({window} micro-steps): a run resumed from such a checkpoint generates new rollouts in the middle of "
+                "a window and does not repeat the uninterrupted run exactly."
+            )
+
+    def _start_draft(self) -> None:
+        """Finishes the draft before the first step: vocabulary, initial weights, optimizer, pretraining or resume."""
+        if self.draft_trainer is None:
+            source = PolicyRollouts(self, seed=self.args.seed)
+            with preserved_random_state():
+                resumes = self._draft_checkpoint is not None
+                if self._draft_is_fresh and not resumes:
+                    self._initialize_fresh_draft(source)
+                for tensor in self.draft_model.state_dict().values():
+                    broadcast(tensor)
+                self.draft_trainer = self._build_draft_trainer()
+                if self.args.draft_pretrain_steps and not resumes:
+                    pretrain_draft(self, self.args.draft_pretrain_steps, source)
+            self._reset_rollout_tally()
+        if self._draft_checkpoint is not None:
+            self._load_draft(self._draft_checkpoint)
+            self._draft_checkpoint = None
+
+    def _initialize_fresh_draft(self, source: PolicyRollouts) -> None:
+        count = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        rollouts = source.generate(count, prompts_only=self.use_vllm)
+        config = self.draft_model.config
+        if config.draft_vocab_size < config.vocab_size:
+            special = [*self._tokenizer.all_special_ids, *self.eos_token_ids]
+            self.draft_model.set_vocab(
+                choose_draft_vocab(count_tokens(self, rollouts), config.draft_vocab_size, special)
+            )
+        batch = source.record(rollouts[: self.args.per_device_train_batch_size])
+        self.draft_model.initialize_from_policy(self._policy_head, tap_scales=measure_tap_scales(self, batch))
+
+    def _build_draft_trainer(self) -> DraftTrainer:
+        args = self.args
+        return DraftTrainer(
+            self.draft_model,
+            self._policy_head,
+            DraftTrainingArguments(
+                num_passes=args.draft_ttt_steps,
+                decay=args.draft_ttt_decay,
+                detach_passes=args.draft_detach_passes,
+                teacher_temperature=args.draft_teacher_temperature or 1.0,
+                rollout_temperature=self.temperature,
+                learning_rate=args.draft_learning_rate,
+                pretrain_learning_rate=args.draft_pretrain_learning_rate,
+                lr_scheduler_type=args.draft_lr_scheduler_type,
+                warmup_steps=args.draft_warmup_steps,
+                weight_decay=args.draft_weight_decay,
+                max_grad_norm=args.draft_max_grad_norm,
+                loss_chunk_size=args.draft_loss_chunk_size,
+            ),
+            reduce_sum=self._sum_over_ranks,
+            num_training_steps=self.args.draft_pretrain_steps + self.state.max_steps,
+        )
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, reduction="sum")
+
+    # Training the draft inside the step
+
+    def _compute_loss(self, model, inputs):
+        if self.draft_trainer is None or not self.args.draft_train or not self.model.training:
+            return super()._compute_loss(model, inputs)
+        with self.recorder.record() as record:
+            loss = super()._compute_loss(model, inputs)
+        completion_mask = inputs["completion_mask"]
+        trained = completion_mask * inputs["tool_mask"] if "tool_mask" in inputs else completion_mask
+        prompt_mask = inputs["prompt_mask"]
+        trained_prompt = prompt_mask if self.args.draft_train_on_prompt else torch.zeros_like(prompt_mask)
+        self._draft_batch = pack_rows(
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([prompt_mask, completion_mask], dim=1),
+            torch.cat([trained_prompt, trained], dim=1).bool(),
+            record.taps,
+            record.last_hidden,
+            self.args.draft_ttt_steps,
+        )
+        return loss
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.draft_trainer is not None and self.args.draft_train:
+            self._train_draft()
+        return loss
+
+    def _train_draft(self) -> None:
+        """One microbatch of the draft, after the policy's backward of it; an update at the end of the window."""
+        start = time.perf_counter()
+        batch, self._draft_batch = self._draft_batch, None
+        self.draft_trainer.accumulate(batch)
+        self._draft_seconds += time.perf_counter() - start
+        if not self.accelerator.sync_gradients:
+            return
+        start = time.perf_counter()
+        metrics = self.draft_trainer.step()
+        metrics["draft/time"] = self._draft_seconds + time.perf_counter() - start
+        self._draft_seconds = 0.0
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        self._warn_about_metrics(metrics)
+
+    def _warn_about_metrics(self, metrics: dict[str, float]) -> None:
+        if metrics["draft/vocab_coverage"] < 0.9:
+            logger.warning_once(
+                f"Only {metrics['draft/vocab_coverage']:.0%} of the policy's probability lies in the draft vocabulary: "
+                "the rest can never be drafted. Raise `draft_vocab_size`."
+            )
+        if not self._draft_is_fresh and metrics["draft/accept_length_sim"] < 1.05:
+            logger.warning_once(
+                f"The loaded draft's simulated accept length is {metrics['draft/accept_length_sim']:.2f}: it proposes "
+                "almost nothing that the policy accepts. Check that it was trained for this policy and that its tap "
+                "layers are numbered as in vLLM (`trl-codraft validate`)."
+            )
+
+    # Rolling out with the draft
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        if self.draft_model is None:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        start = time.perf_counter()
+        with self._speculative_generate():
+            completion_ids, logprobs = super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        self._rollout_seconds += time.perf_counter() - start
+        self._rollout_tokens += sum(len(ids) for ids in completion_ids)
+        return completion_ids, logprobs
+
+    @contextmanager
+    def _speculative_generate(self):
+        """Makes the policy's `generate` run the speculative loop, whoever calls it."""
+        if not self._speculation_on or self.draft_trainer is None:
+            yield
+            return
+        policy = base_policy(self.model)
+        self._decoder.draft = self.draft_trainer.rollout_draft
+        replaced = policy.__dict__.get("generate")
+        policy.generate = self._decoder.bind(policy.generate)
+        try:
+            yield
+        finally:
+            if replaced is None:
+                del policy.generate
+            else:
+                policy.generate = replaced
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.draft_model is not None:
+            self._log_rollout()
+        return output
+
+    def _log_rollout(self) -> None:
+        """Sums the counters of all ranks, then divides. Tool loops end at different turns on different ranks."""
+        mode = "train" if self.model.training else "eval"
+        device = self.accelerator.device
+        seconds = torch.tensor([self._rollout_seconds], dtype=torch.float64, device=device)
+        tokens = torch.tensor([self._rollout_tokens], dtype=torch.float64, device=device)
+        tokens_per_second = self._sum_over_ranks(tokens) / self.accelerator.gather(seconds).max().clamp(min=1e-9)
+        metrics = self._decoder.stats.summed(self._sum_over_ranks, device).metrics()
+        metrics["rollout/tokens_per_second"] = tokens_per_second.item()
+        metrics["rollout/speculation_on"] = float(self._speculation_on)
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+        self._reset_rollout_tally()
+
+    def _reset_rollout_tally(self) -> None:
+        self._decoder.stats.reset()
+        self._rollout_tokens, self._rollout_seconds = 0, 0.0
+
+    # Checkpoints and the Hub
+
+    def save_draft(self, path: str | os.PathLike) -> None:
+        """
+        Writes the draft in the format that vLLM, SGLang and speculators load. Only the main process writes.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                Folder to write.
+
+        Raises:
+            ValueError: if there is no draft, or it does not validate.
+        """
+        self._require_draft()
+        if self.args.should_save:
+            export_draft(self.draft_model, base_policy(self.model), path)
+
+    def push_draft_to_hub(self, repo_id: str, **kwargs):
+        """
+        Pushes the draft, with a model card, to a repository of its own: servers take a repository, not a subfolder.
+
+        Args:
+            repo_id (`str`):
+                Repository to push to, such as `"me/Qwen3-4B-eagle3"`.
+            kwargs (`dict`, *optional*):
+                Passed on to [`~export.push_draft`].
+
+        Raises:
+            ValueError: if there is no draft, or it does not validate.
+        """
+        self._require_draft()
+        if self.is_world_process_zero():
+            return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
+
+    def _require_draft(self) -> None:
+        if self.draft_model is None:
+            raise ValueError("There is no draft: the trainer was built with `use_draft=False`.")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        # Before `super()`, which pushes the folder to the Hub when the user calls this.
+        if self.draft_trainer is not None:
+            self.save_draft(Path(output_dir or self.args.output_dir) / DRAFT_FOLDER)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.draft_trainer is not None and self.args.should_save:
+            state = {"draft_trainer": self.draft_trainer.state_dict(), "controller": self._decoder.state_dict()}
+            torch.save(state, Path(output_dir) / DRAFT_FOLDER / DRAFT_STATE_NAME)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        draft = Path(checkpoint_folder) / DRAFT_FOLDER
+        if draft.is_dir() and self.is_world_process_zero():
+            target = Path(self.args.output_dir) / DRAFT_FOLDER
+            shutil.copytree(draft, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(DRAFT_STATE_NAME))
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.draft_model is None or checkpoint is None:
+            return
+        if not (Path(checkpoint) / DRAFT_FOLDER).is_dir():
+            logger.warning(f"{checkpoint} holds no draft: the policy resumes, and the draft starts as in a new run.")
+            return
+        # Applied when training begins: the draft's optimizer does not exist before.
+        self._draft_checkpoint = checkpoint
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.draft_trainer is not None:
+            self._load_draft(self.state.best_model_checkpoint)
+
+    def _load_draft(self, checkpoint: str) -> None:
+        folder = Path(checkpoint) / DRAFT_FOLDER
+        if not (folder / DRAFT_STATE_NAME).is_file():
+            logger.warning(
+                f"{folder} holds the draft's weights but not the state of its optimizer (`save_only_model=True`): its "
+                "moments and schedule start anew."
+            )
+            self.draft_trainer.load_weights(Eagle3DraftModel.from_pretrained(str(folder)))
+            return
+        state = torch.load(folder / DRAFT_STATE_NAME, map_location=self.accelerator.device, weights_only=True)
+        self.draft_trainer.load_state_dict(state["draft_trainer"])
+        self._decoder.load_state_dict(state["controller"])
+
+
+class _StartDraft(TrainerCallback):
+    """Calls the trainer when the policy is placed and wrapped, just before the first step."""
+
+    def __init__(self, trainer: CoDraftGRPOTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._start_draft()
