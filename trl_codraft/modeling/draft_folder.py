@@ -1,0 +1,163 @@
+"""
+A draft folder: `config.json` beside safetensors (or older `.bin`) weights, local or from the Hub. Knows nothing of what
+is inside.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+# In the order in which servers look for them.
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    WEIGHTS_NAME,
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+
+def resolve_folder(path_or_repo: str | os.PathLike, *, subfolder: str | None = None, **hub_kwargs: Any) -> Path:
+    """
+    A local folder, or the local snapshot of a Hub repository.
+
+    Args:
+        path_or_repo (`str` or `os.PathLike`):
+            Folder or repository id.
+        subfolder (`str`, *optional*):
+            Folder inside it that holds the draft (`"draft"` in a repository pushed during training).
+        hub_kwargs (*optional*):
+            `revision`, `token`, `cache_dir`, ... of [`~huggingface_hub.snapshot_download`].
+
+    Raises:
+        ValueError: if there is no such folder, or it holds no `config.json`.
+    """
+    folder = Path(path_or_repo)
+    if not folder.is_dir():
+        name = os.fspath(path_or_repo)
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or not name:
+            raise ValueError(f"There is no draft folder at {name!r}.")
+        prefix = f"{subfolder}/" if subfolder else ""
+        patterns = [prefix + pattern for pattern in ("*.json", "*.safetensors", "pytorch_model*.bin")]
+        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_kwargs))
+    if subfolder:
+        folder = folder / subfolder
+    if not (folder / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"{folder} holds no {CONFIG_NAME}, so it is not a draft, or writing it was interrupted: the config is "
+            "written last. Export the draft again."
+        )
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """
+    Parses `config.json`.
+
+    Raises:
+        ValueError: if it is no JSON object.
+    """
+    try:
+        raw = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / CONFIG_NAME} is not valid JSON: {error}.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{folder / CONFIG_NAME} must hold a JSON object, not a {type(raw).__name__}.")
+    return raw
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """
+    The files that hold a draft's tensors.
+
+    Raises:
+        ValueError: if there are none, or an index names a shard that is not there.
+    """
+    for name in WEIGHT_FILES:
+        if not (folder / name).is_file():
+            continue
+        if not name.endswith(".index.json"):
+            return [folder / name]
+        index = json.loads((folder / name).read_text(encoding="utf-8"))
+        shards = sorted(set(index["weight_map"].values()))
+        lost = [shard for shard in shards if not (folder / shard).is_file()]
+        if lost:
+            raise ValueError(f"{folder / name} names shards that are not there: {', '.join(lost)}.")
+        return [folder / shard for shard in shards]
+    raise ValueError(f"{folder} holds no weights: looked for {', '.join(WEIGHT_FILES)}.")
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder under their names on disk, on the CPU, in their stored dtypes."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            tensors |= load_file(file)
+        else:
+            tensors |= torch.load(file, map_location="cpu", weights_only=True)
+    return tensors
+
+
+def write_folder(
+    path: str | os.PathLike,
+    disk_config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    texts: Mapping[str, str] | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """
+    Writes a draft folder so that a crash at any moment leaves either no `config.json` or a complete draft: everything
+    goes to a sibling folder first; then the old config goes, the weights come, and the config comes last.
+
+    Args:
+        path (`str` or `os.PathLike`):
+            Created if needed. Weights of an earlier draft in it are replaced; other files are left alone.
+        disk_config (`Mapping[str, Any]`):
+            Content of `config.json`.
+        tensors (`Mapping[str, torch.Tensor]`):
+            Content of `model.safetensors`.
+        texts (`Mapping[str, str]`, *optional*):
+            More files: name to content.
+        check (`Callable[[Path], None]`, *optional*):
+            Called on the sibling folder before anything is moved; what it raises leaves `path` untouched.
+    """
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+    try:
+        save_file(dict(tensors), staging / WEIGHTS_NAME, metadata={"format": "pt"})
+        for name, text in (texts or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
+        (staging / CONFIG_NAME).write_text(json.dumps(disk_config, indent=2) + "\n", encoding="utf-8")
+        if check is not None:
+            check(staging)
+        path.mkdir(exist_ok=True)
+        (path / CONFIG_NAME).unlink(missing_ok=True)
+        for stale in [file for pattern in ("*.safetensors*", "pytorch_model*.bin*") for file in path.glob(pattern)]:
+            stale.unlink()
+        for name in [WEIGHTS_NAME, *(texts or {}), CONFIG_NAME]:
+            _sync(staging / name)
+            os.replace(staging / name, path / name)
+        _sync(path)
+    finally:
+        shutil.rmtree(staging)
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
