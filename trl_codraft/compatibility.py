@@ -1,10 +1,12 @@
-"""What works with what: refusals at construction, and the reasons why rollouts stay plain."""
+"""What works with what: refusals at construction, reasons why rollouts stay plain, warnings."""
 
 from typing import TYPE_CHECKING
 
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
+from transformers.utils import logging
 
+from .config import CoDraftGRPOConfig
 from .modeling.taps import decoder_of
 from .rollout.support import unsupported_reason
 
@@ -12,6 +14,8 @@ from .rollout.support import unsupported_reason
 if TYPE_CHECKING:
     from .trainer import CoDraftGRPOTrainer
 
+
+logger = logging.get_logger(__name__)
 
 WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 
@@ -76,3 +80,36 @@ def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
     if trainer.rollout_func is not None:
         return "`rollout_func` generates the rollouts"
     return unsupported_reason(base_policy(trainer.model), trainer.generation_config)
+
+
+def warn_about_settings(args: CoDraftGRPOConfig, draft_is_fresh: bool) -> None:
+    """Warns once about settings that work but are rarely meant."""
+    if draft_is_fresh and args.draft_pretrain_steps == 0:
+        logger.warning_once(
+            "A fresh draft starts with `draft_pretrain_steps=0`: the first rollouts will accept almost nothing of "
+            "what it proposes. Set `draft_pretrain_steps`, or start from a trained draft with "
+            "`draft_model_name_or_path`."
+        )
+    window = args.steps_per_generation * args.num_iterations
+    saves = args.save_strategy == "steps" and args.save_steps >= 1
+    if saves and (args.save_steps * args.gradient_accumulation_steps) % window:
+        logger.warning_once(
+            f"`save_steps={args.save_steps}` does not fall on the boundary of a generation window "
+            f"({window} micro-steps): a run resumed from such a checkpoint generates new rollouts in the middle of "
+            "a window and does not repeat the uninterrupted run exactly."
+        )
+
+
+def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
+    """Warns once when a draft that trains happily cannot be of use."""
+    if metrics["draft/vocab_coverage"] < 0.9:
+        logger.warning_once(
+            f"Only {metrics['draft/vocab_coverage']:.0%} of the policy's probability lies in the draft vocabulary: "
+            "the rest can never be drafted. Raise `draft_vocab_size`."
+        )
+    if not draft_is_fresh and metrics["draft/accept_length_sim"] < 1.05:
+        logger.warning_once(
+            f"The loaded draft's simulated accept length is {metrics['draft/accept_length_sim']:.2f}: it proposes "
+            "almost nothing that the policy accepts. Check that it was trained for this policy and that its tap "
+            "layers are numbered as in vLLM (`trl-codraft validate`)."
+        )

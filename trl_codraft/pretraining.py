@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from .modeling.packing import DraftBatch, pack_rows
+from .modeling.vocab import choose_draft_vocab
 
 
 if TYPE_CHECKING:
@@ -189,3 +190,24 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
             progress.set_postfix(
                 loss=f"{metrics['draft/loss']:.3f}", accept_length_sim=f"{metrics['draft/accept_length_sim']:.2f}"
             )
+
+
+def initialize_fresh_draft(trainer: "CoDraftGRPOTrainer", source: PolicyRollouts) -> None:
+    """
+    Sets the vocabulary and the weights of a fresh draft from the policy and one generation batch per rank.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, with its `draft_model` built and its optimizer not yet.
+        source ([`PolicyRollouts`]):
+            Where the batch comes from. With vLLM only its prompts are used.
+    """
+    args, draft = trainer.args, trainer.draft_model
+    rollouts = source.generate(
+        args.per_device_train_batch_size * args.steps_per_generation, prompts_only=trainer.use_vllm
+    )
+    if draft.config.draft_vocab_size < draft.config.vocab_size:
+        special = [*trainer._tokenizer.all_special_ids, *trainer.eos_token_ids]
+        draft.set_vocab(choose_draft_vocab(count_tokens(trainer, rollouts), draft.config.draft_vocab_size, special))
+    batch = source.record(rollouts[: args.per_device_train_batch_size])
+    draft.initialize_from_policy(trainer.policy_head, tap_scales=measure_tap_scales(trainer, batch))

@@ -28,18 +28,23 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from .compatibility import base_policy, plain_rollout_reason, refuse_unsupported
+from .building import build_draft, draft_training_arguments
+from .compatibility import (
+    base_policy,
+    plain_rollout_reason,
+    refuse_unsupported,
+    warn_about_metrics,
+    warn_about_settings,
+)
 from .config import CoDraftGRPOConfig
 from .export import export_draft, push_draft
-from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.packing import pack_rows
 from .modeling.taps import TapRecorder
 from .modeling.teacher import PolicyHead
-from .modeling.vocab import choose_draft_vocab
-from .pretraining import PolicyRollouts, count_tokens, preserved_random_state, pretrain_draft
+from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
 from .rollout.speculative import SpeculativeDecoder
-from .training import DraftTrainer, DraftTrainingArguments
+from .training import DraftTrainer
 
 
 logger = logging.get_logger(__name__)
@@ -149,44 +154,19 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def _init_draft(self, source: str | Eagle3DraftModel | None) -> None:
         refuse_unsupported(self)
         policy = base_policy(self.model)
-        self._policy_head = PolicyHead(policy, cast_to_fp32=self.args.cast_lm_head_to_fp32)
+        self.policy_head = PolicyHead(policy, cast_to_fp32=self.args.cast_lm_head_to_fp32)
         self._draft_is_fresh = source is None
         with preserved_random_state():
-            if source is None:
-                draft = self._fresh_draft(policy)
-            elif isinstance(source, str):
-                draft = Eagle3DraftModel.from_pretrained(source, policy=policy)
-            else:
-                draft = source
-        self.draft_model = draft.to(device=self.accelerator.device, dtype=torch.float32)
-        self.draft_model.compute_dtype = self._draft_compute_dtype(policy)
-        self.recorder = TapRecorder(policy, draft.config.tap_layers)
+            self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
+        self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
         self._draft_batch = None
         self._draft_checkpoint: str | None = None
         self._decoder = SpeculativeDecoder(policy, self.draft_model, num_draft_tokens=self.args.num_draft_tokens)
         self._speculation_on = self._resolve_speculation()
         self._reset_rollout_tally()
         self._draft_seconds = 0.0
-        self._warn_about_settings()
+        warn_about_settings(self.args, self._draft_is_fresh)
         self.add_callback(_StartDraft(self))
-
-    def _fresh_draft(self, policy: PreTrainedModel) -> Eagle3DraftModel:
-        args = self.args
-        overrides = {
-            "tap_layers": args.draft_tap_layers,
-            "num_hidden_layers": args.draft_num_hidden_layers,
-            "draft_vocab_size": args.draft_vocab_size,
-            "fc_norm": args.draft_fc_norm,
-            "norm_output": args.draft_norm_output,
-        }
-        overrides = {name: value for name, value in overrides.items() if value is not None}
-        return Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, **overrides))
-
-    def _draft_compute_dtype(self, policy: PreTrainedModel) -> torch.dtype:
-        if self.args.bf16:
-            return torch.bfloat16
-        # The draft has no gradient scaler of its own, so under fp16 it computes in fp32.
-        return torch.float32 if self.args.fp16 or policy.dtype == torch.float16 else policy.dtype
 
     def _resolve_speculation(self) -> bool:
         if self.args.speculative_rollouts == "false":
@@ -202,23 +182,6 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         logger.warning_once(f"Rollouts are plain, without the draft: {reason}.")
         return False
 
-    def _warn_about_settings(self) -> None:
-        args = self.args
-        if self._draft_is_fresh and args.draft_pretrain_steps == 0:
-            logger.warning_once(
-                "A fresh draft starts with `draft_pretrain_steps=0`: the first rollouts will accept almost nothing of "
-                "what it proposes. Set `draft_pretrain_steps`, or start from a trained draft with "
-                "`draft_model_name_or_path`."
-            )
-        window = args.steps_per_generation * args.num_iterations
-        saves = args.save_strategy == "steps" and args.save_steps >= 1
-        if saves and (args.save_steps * args.gradient_accumulation_steps) % window:
-            logger.warning_once(
-                f"`save_steps={args.save_steps}` does not fall on the boundary of a generation window "
-                f"({window} micro-steps): a run resumed from such a checkpoint generates new rollouts in the middle of "
-                "a window and does not repeat the uninterrupted run exactly."
-            )
-
     def _start_draft(self) -> None:
         """Finishes the draft before the first step: vocabulary, initial weights, optimizer, pretraining or resume."""
         if self.draft_trainer is None:
@@ -226,51 +189,22 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             with preserved_random_state():
                 resumes = self._draft_checkpoint is not None
                 if self._draft_is_fresh and not resumes:
-                    self._initialize_fresh_draft(source)
+                    initialize_fresh_draft(self, source)
                 for tensor in self.draft_model.state_dict().values():
                     broadcast(tensor)
-                self.draft_trainer = self._build_draft_trainer()
+                self.draft_trainer = DraftTrainer(
+                    self.draft_model,
+                    self.policy_head,
+                    draft_training_arguments(self.args, rollout_temperature=self.temperature),
+                    reduce_sum=self._sum_over_ranks,
+                    num_training_steps=self.args.draft_pretrain_steps + self.state.max_steps,
+                )
                 if self.args.draft_pretrain_steps and not resumes:
                     pretrain_draft(self, self.args.draft_pretrain_steps, source)
             self._reset_rollout_tally()
         if self._draft_checkpoint is not None:
             self._load_draft(self._draft_checkpoint)
             self._draft_checkpoint = None
-
-    def _initialize_fresh_draft(self, source: PolicyRollouts) -> None:
-        count = self.args.per_device_train_batch_size * self.args.steps_per_generation
-        rollouts = source.generate(count, prompts_only=self.use_vllm)
-        config = self.draft_model.config
-        if config.draft_vocab_size < config.vocab_size:
-            special = [*self._tokenizer.all_special_ids, *self.eos_token_ids]
-            self.draft_model.set_vocab(
-                choose_draft_vocab(count_tokens(self, rollouts), config.draft_vocab_size, special)
-            )
-        batch = source.record(rollouts[: self.args.per_device_train_batch_size])
-        self.draft_model.initialize_from_policy(self._policy_head, tap_scales=measure_tap_scales(self, batch))
-
-    def _build_draft_trainer(self) -> DraftTrainer:
-        args = self.args
-        return DraftTrainer(
-            self.draft_model,
-            self._policy_head,
-            DraftTrainingArguments(
-                num_passes=args.draft_ttt_steps,
-                decay=args.draft_ttt_decay,
-                detach_passes=args.draft_detach_passes,
-                teacher_temperature=args.draft_teacher_temperature or 1.0,
-                rollout_temperature=self.temperature,
-                learning_rate=args.draft_learning_rate,
-                pretrain_learning_rate=args.draft_pretrain_learning_rate,
-                lr_scheduler_type=args.draft_lr_scheduler_type,
-                warmup_steps=args.draft_warmup_steps,
-                weight_decay=args.draft_weight_decay,
-                max_grad_norm=args.draft_max_grad_norm,
-                loss_chunk_size=args.draft_loss_chunk_size,
-            ),
-            reduce_sum=self._sum_over_ranks,
-            num_training_steps=self.args.draft_pretrain_steps + self.state.max_steps,
-        )
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
@@ -316,20 +250,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._draft_seconds = 0.0
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-        self._warn_about_metrics(metrics)
-
-    def _warn_about_metrics(self, metrics: dict[str, float]) -> None:
-        if metrics["draft/vocab_coverage"] < 0.9:
-            logger.warning_once(
-                f"Only {metrics['draft/vocab_coverage']:.0%} of the policy's probability lies in the draft vocabulary: "
-                "the rest can never be drafted. Raise `draft_vocab_size`."
-            )
-        if not self._draft_is_fresh and metrics["draft/accept_length_sim"] < 1.05:
-            logger.warning_once(
-                f"The loaded draft's simulated accept length is {metrics['draft/accept_length_sim']:.2f}: it proposes "
-                "almost nothing that the policy accepts. Check that it was trained for this policy and that its tap "
-                "layers are numbered as in vLLM (`trl-codraft validate`)."
-            )
+        warn_about_metrics(metrics, self._draft_is_fresh)
 
     # Rolling out with the draft
 

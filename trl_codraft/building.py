@@ -1,0 +1,73 @@
+"""From the trainer's configuration to a draft model and the arguments of its training."""
+
+import torch
+from transformers import PreTrainedModel
+
+from .config import CoDraftGRPOConfig
+from .modeling.configuration_eagle3 import Eagle3DraftConfig
+from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .training import DraftTrainingArguments
+
+
+def build_draft(
+    args: CoDraftGRPOConfig, policy: PreTrainedModel, source: str | Eagle3DraftModel | None
+) -> Eagle3DraftModel:
+    """
+    The draft that a run starts with, with fp32 weights.
+
+    Args:
+        args ([`CoDraftGRPOConfig`]):
+            Shape of a fresh draft.
+        policy ([`~transformers.PreTrainedModel`]):
+            The causal language model it drafts for.
+        source (`str` or [`Eagle3DraftModel`] or `None`):
+            Checkpoint or model to start from. `None` builds a fresh draft, whose weights are set when training begins.
+
+    Returns:
+        [`Eagle3DraftModel`]
+
+    Raises:
+        ValueError: if the draft does not fit the policy.
+    """
+    if isinstance(source, str):
+        draft = Eagle3DraftModel.from_pretrained(source, policy=policy)
+    elif source is not None:
+        draft = source
+    else:
+        shape = {
+            "tap_layers": args.draft_tap_layers,
+            "num_hidden_layers": args.draft_num_hidden_layers,
+            "draft_vocab_size": args.draft_vocab_size,
+            "fc_norm": args.draft_fc_norm,
+            "norm_output": args.draft_norm_output,
+        }
+        shape = {name: value for name, value in shape.items() if value is not None}
+        draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, **shape))
+    draft = draft.to(torch.float32)
+    draft.compute_dtype = compute_dtype(args, policy)
+    return draft
+
+
+def compute_dtype(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> torch.dtype:
+    """The policy's compute dtype; fp32 where that is fp16, because the draft has no gradient scaler of its own."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float32 if args.fp16 or policy.dtype == torch.float16 else policy.dtype
+
+
+def draft_training_arguments(args: CoDraftGRPOConfig, rollout_temperature: float) -> DraftTrainingArguments:
+    """The part of the configuration that the draft's own training reads."""
+    return DraftTrainingArguments(
+        num_passes=args.draft_ttt_steps,
+        decay=args.draft_ttt_decay,
+        detach_passes=args.draft_detach_passes,
+        teacher_temperature=args.draft_teacher_temperature or 1.0,
+        rollout_temperature=rollout_temperature,
+        learning_rate=args.draft_learning_rate,
+        pretrain_learning_rate=args.draft_pretrain_learning_rate,
+        lr_scheduler_type=args.draft_lr_scheduler_type,
+        warmup_steps=args.draft_warmup_steps,
+        weight_decay=args.draft_weight_decay,
+        max_grad_norm=args.draft_max_grad_norm,
+        loss_chunk_size=args.draft_loss_chunk_size,
+    )
