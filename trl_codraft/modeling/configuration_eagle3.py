@@ -122,7 +122,6 @@ class Eagle3DraftConfig(PreTrainedConfig):
     norm_output: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
-    tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:

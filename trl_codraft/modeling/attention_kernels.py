@@ -1,0 +1,347 @@
+"""
+Attention kernels: packed documents in, output and log-sum-exp out, and a backward that takes the *merged* output and
+log-sum-exp, so that a caller may attend to further keys of its own (global log-sum-exp trick).
+
+Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value heads, `G = Hq / Hkv`, `D` head dim.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+
+class AttentionKernel(Protocol):
+    """
+    One way to compute softmax attention over packed documents. Stateless, no autograd inside.
+
+    Document `i` has `q_lens[i]` query rows and `k_lens[i]` key rows, in pack order. With `causal=True` its queries are
+    the last `q_lens[i]` of its `k_lens[i]` positions and see the keys up to their own; with `causal=False` they see all
+    keys. Lengths of zero are allowed; a query without a key gets output 0 and log-sum-exp `-inf`.
+    """
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            q (`torch.Tensor` of shape `(Tq, Hq, D)`), k, v (`torch.Tensor` of shape `(Tk, Hkv, D)`):
+                Queries, and keys and values with heads not repeated.
+            q_lens, k_lens (`Sequence[int]`):
+                Query and key rows per document.
+            causal (`bool`):
+                See the class.
+            scale (`float`):
+                Factor on the scores.
+
+        Returns:
+            `tuple`: output `(Tq, Hq, D)` in the dtype of `q` and natural log-sum-exp `(Tq, Hq)` in float32 (float64
+            for float64).
+        """
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Gradients with respect to these keys when `out` and `lse` were taken over these and possibly further keys:
+        `P = exp(S - lse)`, `dS = P * (dout v^T - rowsum(dout * out))`.
+
+        Returns:
+            `tuple`: `dq` `(Tq, Hq, D)`, `dk`, `dv` `(Tk, Hkv, D)` in the dtypes of `q`, `k`, `v`.
+        """
+        ...
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_partials(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention over two disjoint sets of keys from the attention over each.
+
+    Args:
+        out_a, out_b (`torch.Tensor` of shape `(T, Hq, D)`):
+            Outputs.
+        lse_a, lse_b (`torch.Tensor` of shape `(T, Hq)`):
+            Log-sum-exps; `-inf` where a set holds no key.
+
+    Returns:
+        `tuple`: output and log-sum-exp over the union, in the dtype of the log-sum-exps.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    # No key on either side: weights 0 instead of exp(-inf + inf).
+    reference = lse.masked_fill(lse == -torch.inf, 0.0)
+    weight_a, weight_b = (torch.exp(part - reference).unsqueeze(-1) for part in (lse_a, lse_b))
+    return weight_a * out_a.to(lse.dtype) + weight_b * out_b.to(lse.dtype), lse
+
+
+class ChunkedKernel:
+    """
+    Plain torch, any device and dtype, memory linear in the number of keys: queries are taken in chunks small enough
+    that a chunk's scores hold at most `max_scores` numbers.
+    """
+
+    def __init__(self, max_scores: int = 2**24):
+        self.max_scores = max_scores
+
+    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        out = torch.zeros_like(q)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        for rows, keys, scores in self._chunks(q, k, q_lens, k_lens, causal, scale):
+            chunk_lse = scores.logsumexp(dim=-1)
+            probs = torch.exp(scores - chunk_lse.unsqueeze(-1))
+            values = v[keys].to(probs.dtype)
+            out[rows] = _ungroup(torch.einsum("hgqk,khd->hgqd", probs, values)).to(q.dtype)
+            lse[rows] = chunk_lse.flatten(0, 1).T
+        return out, lse
+
+    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        wide = lse.dtype
+        dq, dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
+        delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
+        for rows, keys, scores in self._chunks(q, k, q_lens, k_lens, causal, scale):
+            grouped_dout = _group(dout[rows].to(wide), k.shape[1])
+            probs = torch.exp(scores - _group(lse[rows].unsqueeze(-1), k.shape[1]))
+            dscores = torch.einsum("hgqd,khd->hgqk", grouped_dout, v[keys].to(wide))
+            dscores = probs * (dscores - _group(delta[rows].unsqueeze(-1), k.shape[1])) * scale
+            dq[rows] = _ungroup(torch.einsum("hgqk,khd->hgqd", dscores, k[keys].to(wide)))
+            dk[keys] += torch.einsum("hgqk,hgqd->khd", dscores, _group(q[rows].to(wide), k.shape[1]))
+            dv[keys] += torch.einsum("hgqk,hgqd->khd", probs, grouped_dout)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _chunks(self, q, k, q_lens, k_lens, causal, scale) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Query rows, the key rows they can see, and their scaled, masked scores (Hkv, G, q, k)."""
+        wide = accumulation_dtype(q.dtype)
+        for queries, keys in _documents(q_lens, k_lens):
+            size = max(1, self.max_scores // ((keys.stop - keys.start) * q.shape[1]))
+            for start in range(queries.start, queries.stop, size):
+                rows = slice(start, min(start + size, queries.stop))
+                # Distance from the document's end, where its last query and its last key meet.
+                seen = slice(keys.start, keys.stop - (queries.stop - rows.stop)) if causal else keys
+                scores = torch.einsum("hgqd,khd->hgqk", _group(q[rows].to(wide), k.shape[1]), k[seen].to(wide))
+                scores = scores * scale
+                if causal:
+                    num_rows, num_keys = scores.shape[-2:]
+                    visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q.device)
+                    scores.masked_fill_(~visible.tril(num_keys - num_rows), -torch.inf)
+                yield rows, seen, scores
+
+
+class SquareCausalKernel:
+    """
+    Base of the flash kernels, whose causal mask only means the same everywhere when there are as many queries as keys:
+    queries that are a suffix of their document attend to the keys before it without a mask and to their own causally.
+    Subclasses compute blocks: `_block_forward` and `_block_backward` take non-empty documents, square if causal.
+    """
+
+    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        out = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=out.dtype)
+        for queries, keys, block_causal in self._blocks(q_lens, k_lens, causal):
+            rows, seen = _index(queries, q), _index(keys, k)
+            lens = ([len(piece) for piece in queries], [len(piece) for piece in keys])
+            part, part_lse = self._block_forward(q[rows], k[seen], v[seen], *lens, block_causal, scale)
+            out[rows], lse[rows] = merge_partials(out[rows], lse[rows], part, part_lse)
+        return out.to(q.dtype), lse
+
+    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        dq, dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
+        for queries, keys, block_causal in self._blocks(q_lens, k_lens, causal):
+            rows, seen = _index(queries, q), _index(keys, k)
+            lens = ([len(piece) for piece in queries], [len(piece) for piece in keys])
+            arguments = (dout[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], *lens)
+            parts = self._block_backward(*arguments, block_causal, scale)
+            for total, index, part in zip((dq, dk, dv), (rows, seen, seen), parts, strict=True):
+                total[index] += part
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _blocks(self, q_lens, k_lens, causal) -> Iterator[tuple[list[range], list[range], bool]]:
+        """At most two groups of documents: (query rows, key rows, causal)."""
+        prefix, suffix = [], []
+        for queries, keys in _documents(q_lens, k_lens):
+            queries, keys = range(queries.start, queries.stop), range(keys.start, keys.stop)
+            if not causal:
+                prefix.append((queries, keys))
+                continue
+            before = len(keys) - len(queries)
+            suffix.append((queries, keys[before:]))
+            if before:
+                prefix.append((queries, keys[:before]))
+        for pairs, block_causal in ((suffix, True), (prefix, False)):
+            if pairs:
+                yield [queries for queries, _ in pairs], [keys for _, keys in pairs], block_causal
+
+
+class CpuFlashKernel(SquareCausalKernel):
+    """
+    The flash kernel behind scaled_dot_product_attention on the CPU: float32, float64 and bfloat16, one document a call
+    (it has no packed form). It crashes the process on empty documents, which never get this far.
+    """
+
+    def _block_forward(self, q, k, v, q_lens, k_lens, causal, scale):
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+        for queries, keys in _documents(q_lens, k_lens):
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _heads_first(q[queries]), _heads_first(k[keys]), _heads_first(v[keys]), 0.0, causal, scale=scale
+            )
+            out[queries] = part[0].transpose(0, 1)
+            lse[queries] = part_lse[0].T
+        return out, lse
+
+    def _block_backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for queries, keys in _documents(q_lens, k_lens):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _heads_first(dout[queries]),
+                _heads_first(q[queries]),
+                _heads_first(k[keys]),
+                _heads_first(v[keys]),
+                _heads_first(out[queries]),
+                lse[queries].T.unsqueeze(0),
+                0.0,
+                causal,
+                scale=scale,
+            )
+            for total, index, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
+                total[index] = part[0].transpose(0, 1)
+        return dq, dk, dv
+
+
+class CudaFlashKernel(SquareCausalKernel):
+    """
+    The packed flash kernel that ships with torch (the one behind `torch.nn.attention.varlen`): bfloat16 and float16,
+    head dims up to 256, padded here to the multiple of 8 it needs.
+    """
+
+    def _block_forward(self, q, k, v, q_lens, k_lens, causal, scale):
+        head_dim = q.shape[-1]
+        q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            _cumulative(q_lens, q.device),
+            _cumulative(k_lens, q.device),
+            max(q_lens),
+            max(k_lens),
+            0.0,
+            causal,
+            return_debug_mask=False,
+            scale=scale,
+        )
+        return out[..., :head_dim], lse.T
+
+    def _block_backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale):
+        head_dim = q.shape[-1]
+        dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
+        # Without dropout the kernel does not read the random state; these are the placeholders torch itself passes.
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        parts = torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.T.contiguous(),
+            _cumulative(q_lens, q.device),
+            _cumulative(k_lens, q.device),
+            max(q_lens),
+            max(k_lens),
+            0.0,
+            causal,
+            rng_state,
+            torch.empty(0, device=q.device),
+            scale=scale,
+        )
+        return tuple(part[..., :head_dim] for part in parts)
+
+
+def choose_kernel(q: torch.Tensor) -> AttentionKernel:
+    """
+    The kernel for a query tensor.
+
+    Args:
+        q (`torch.Tensor` of shape `(Tq, Hq, D)`):
+            Queries; device, dtype and head dim decide.
+
+    Returns:
+        [`AttentionKernel`]: a flash kernel where one exists, else [`ChunkedKernel`].
+    """
+    if q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64, torch.bfloat16):
+        return CpuFlashKernel()
+    # The oldest architecture with the kernel is Ampere (8.0).
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256:
+        if torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= (8, 0):
+            return CudaFlashKernel()
+    return ChunkedKernel()
+
+
+def _documents(q_lens: Sequence[int], k_lens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Query and key rows of each document that has both."""
+    q_start = k_start = 0
+    for q_len, k_len in zip(q_lens, k_lens, strict=True):
+        if q_len and k_len:
+            yield slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
+        q_start, k_start = q_start + q_len, k_start + k_len
+
+
+def _index(pieces: list[range], like: torch.Tensor) -> slice | torch.Tensor:
+    """Rows of the pieces: a slice (no copy) where they are adjacent, else their indices."""
+    if all(left.stop == right.start for left, right in pairwise(pieces)):
+        return slice(pieces[0].start, pieces[-1].stop)
+    return torch.cat([torch.arange(piece.start, piece.stop, device=like.device) for piece in pieces])
+
+
+def _group(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """(q, Hq, X) -> (Hkv, G, q, X): query heads beside the key head they share."""
+    return rows.view(rows.shape[0], num_kv_heads, rows.shape[1] // num_kv_heads, rows.shape[2]).permute(1, 2, 0, 3)
+
+
+def _ungroup(rows: torch.Tensor) -> torch.Tensor:
+    """(Hkv, G, q, X) -> (q, Hq, X)."""
+    return rows.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """(T, H, D) -> (1, H, T, D), a view."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def _pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
+    """Zeros up to the next multiple of 8; they change no score and are cut off again."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).contiguous()
+
+
+def _cumulative(lens: list[int], device: torch.device) -> torch.Tensor:
+    """int32 offsets [0, l0, l0+l1, ...] as the packed kernels want them."""
+    return torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
