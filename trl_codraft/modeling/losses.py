@@ -1,0 +1,353 @@
+"""
+The draft's loss: soft cross-entropy against the policy in every TTT pass, without keeping logits.
+
+Shapes: `T` packed tokens, `K` TTT passes, `N_s` valid rows of pass `s`, `N` their sum, `P` teacher positions, `c`
+teacher positions of a chunk, `H` draft hidden size, `Ht` policy hidden size, `V` policy vocabulary, `Vd` draft
+vocabulary.
+
+Rows and teacher positions follow EAGLE-3's training-time test (arXiv 2503.01840, section 3.2): pass `s` of root row `r`
+predicts `x_{r+2+s}` and is taught by the policy's distribution at position `r+1+s`. Passes overlap in their teacher
+positions, so one sweep over positions computes each teacher row once and serves all passes. Student logits, their
+gradient and the head's gradient are finished inside the sweep (as in Liger's fused linear cross-entropy): no
+`(rows, V)` tensor outlives a chunk, and the backward only scales.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from .modeling_eagle3 import Eagle3DraftModel
+from .packing import DraftBatch
+from .teacher import PolicyHead
+
+
+@dataclass
+class DraftLoss:
+    """
+    Loss of one microbatch.
+
+    Attributes:
+        loss_sum (`torch.Tensor`):
+            Scalar `sum_s decay**s * sum_rows CE`, differentiable, not normalised.
+        counters (`dict[str, torch.Tensor]`):
+            Detached float64 sums that may be added over microbatches and ranks. Vectors over passes: `loss` (summed
+            cross-entropy), `rows` (`N_s`, rows that count), `top1` (rows whose most likely token is the teacher's),
+            `accept` (sum over roots of the product of acceptance rates up to this pass). Scalars: `accept_roots`,
+            `coverage` (teacher mass inside the draft vocabulary), `positions` (teacher positions), `masked_rows` (rows
+            left out because the teacher's most likely token is outside the draft vocabulary).
+    """
+
+    loss_sum: torch.Tensor
+    counters: dict[str, torch.Tensor]
+
+
+PASS_COUNTERS = ("loss", "rows", "top1", "accept")
+SCALAR_COUNTERS = ("accept_roots", "coverage", "positions", "masked_rows")
+
+
+def zero_counters(num_passes: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The counters of [`DraftLoss`] for a microbatch without rows."""
+    counters = {name: torch.zeros(num_passes, dtype=torch.float64, device=device) for name in PASS_COUNTERS}
+    return counters | {name: torch.zeros((), dtype=torch.float64, device=device) for name in SCALAR_COUNTERS}
+
+
+def draft_loss(
+    draft: Eagle3DraftModel,
+    head: PolicyHead,
+    batch: DraftBatch,
+    *,
+    num_passes: int,
+    decay: float,
+    chunk_size: int,
+    teacher_temperature: float = 1.0,
+    rollout_temperature: float = 1.0,
+    detach_passes: bool = False,
+) -> DraftLoss:
+    """
+    Soft cross-entropy of a draft against the policy over all TTT passes, plus what the metrics need.
+
+    Args:
+        draft ([`Eagle3DraftModel`]):
+            The draft.
+        head ([`PolicyHead`]):
+            The policy's head; entered with `gathered()` once, whatever the batch holds.
+        batch ([`DraftBatch`]):
+            Packed rows with taps and last hidden states.
+        num_passes (`int`):
+            TTT passes `K`.
+        decay (`float`):
+            Pass `s` is weighted by `decay ** s`.
+        chunk_size (`int`):
+            Draft rows per chunk: about this many rows of logits exist at a time.
+        teacher_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of the distillation. Teacher and draft logits are both divided by it, so that a perfect draft
+            has the policy's logits at any value.
+        rollout_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of the simulated acceptance (metrics only).
+        detach_passes (`bool`, *optional*, defaults to `False`):
+            Whether the hidden state handed from pass to pass is cut from the graph.
+
+    Returns:
+        [`DraftLoss`]
+    """
+    with head.gathered(), torch.autocast(batch.taps.device.type, enabled=False):
+        embeds = head.embed(batch.input_ids)
+        hidden = draft.unroll(batch.taps, embeds, batch.layout, num_passes, detach_passes=detach_passes)
+        roots = [batch.valid(s).nonzero().squeeze(-1) for s in range(num_passes)]
+        rows = []
+        for s in range(num_passes):
+            index = torch.searchsorted(batch.layout.query_rows(s), roots[s])
+            rows.append(draft.norm(hidden[s][index]))
+        sweep = TeacherSweep.plan(roots, chunk_size)
+        loss_sum, counters = fused_soft_cross_entropy(
+            rows,
+            draft.lm_head.weight,
+            head,
+            batch.last_hidden,
+            sweep,
+            target_ids=draft.target_ids if draft.config.draft_vocab_size < draft.config.vocab_size else None,
+            pass_weights=[decay**s for s in range(num_passes)],
+            compute_dtype=draft.compute_dtype,
+            teacher_temperature=teacher_temperature,
+            rollout_temperature=rollout_temperature,
+        )
+    return DraftLoss(loss_sum, counters)
+
+
+@dataclass
+class TeacherSweep:
+    """
+    Order of the work: chunks of teacher positions and, for every pass, the rows each chunk serves.
+
+    Attributes:
+        roots (`list[torch.LongTensor]`): per pass the valid roots, `(N_s,)`, ascending.
+        positions (`torch.LongTensor`): `(P,)` distinct teacher positions `r + 1 + s`, ascending.
+        teacher_rows (`list[torch.LongTensor]`): per pass, `(N_s,)` indices into `positions`, ascending.
+        edges (`list[list[int]]`): row bounds of the chunks: of `positions` first, then of each pass.
+    """
+
+    roots: list[torch.Tensor]
+    positions: torch.Tensor
+    teacher_rows: list[torch.Tensor]
+    edges: list[list[int]]
+
+    @classmethod
+    def plan(cls, roots: list[torch.Tensor], chunk_size: int) -> "TeacherSweep":
+        """Plans the sweep for the valid roots of each pass; a chunk serves at most about `chunk_size` rows."""
+        taught = [root + 1 + s for s, root in enumerate(roots)]
+        positions = torch.unique(torch.cat(taught))
+        teacher_rows = [torch.searchsorted(positions, position) for position in taught]
+        step = max(1, chunk_size // len(roots))
+        starts = torch.arange(0, positions.numel() + step, step, device=positions.device).clamp(max=positions.numel())
+        edges = torch.stack([starts] + [torch.searchsorted(rows, starts) for rows in teacher_rows])
+        return cls(roots, positions, teacher_rows, edges.tolist())
+
+    def chunks(self):
+        """Yields `(slice of positions, list of one slice of rows per pass)`."""
+        bounds = list(zip(*self.edges, strict=True))
+        for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+            if high[0] > low[0]:
+                slices = [slice(start, stop) for start, stop in zip(low, high, strict=True)]
+                yield slices[0], slices[1:]
+
+
+def fused_soft_cross_entropy(
+    rows: list[torch.Tensor],
+    lm_head_weight: torch.Tensor,
+    head: PolicyHead,
+    last_hidden: torch.Tensor,
+    sweep: TeacherSweep,
+    *,
+    target_ids: torch.Tensor | None,
+    pass_weights: list[float],
+    compute_dtype: torch.dtype,
+    teacher_temperature: float,
+    rollout_temperature: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """
+    The sweep on plain tensors, differentiable in `rows` and `lm_head_weight`.
+
+    Args:
+        rows (`list[torch.Tensor]`): per pass `(N_s, H)` draft outputs after the final norm, at the sweep's roots.
+        lm_head_weight (`torch.Tensor` of shape `(Vd, H)`): the draft's head; its gradient accumulates in float32.
+        head ([`PolicyHead`]): the teacher.
+        last_hidden (`torch.Tensor` of shape `(T, Ht)`): policy outputs, indexed by `sweep.positions`.
+        sweep ([`TeacherSweep`]): the plan.
+        target_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): policy ids of the draft vocabulary, ascending.
+        pass_weights (`list[float]`): weight of each pass.
+        compute_dtype (`torch.dtype`): dtype of the matmuls with the draft's head.
+        teacher_temperature, rollout_temperature (`float`): see [`draft_loss`].
+
+    Returns:
+        `tuple[torch.Tensor, dict[str, torch.Tensor]]`: the weighted, unnormalised loss and the counters.
+    """
+    worker = _Sweep(
+        head, last_hidden, sweep, target_ids, pass_weights, compute_dtype, teacher_temperature, rollout_temperature
+    )
+    loss_sum = _FusedSoftCrossEntropy.apply(worker, lm_head_weight, torch.is_grad_enabled(), *rows)
+    return loss_sum, worker.counters
+
+
+class _FusedSoftCrossEntropy(torch.autograd.Function):
+    """Runs the sweep in the forward and keeps only its gradients, `(N, H)` and `(Vd, H)`."""
+
+    @staticmethod
+    def forward(ctx, worker: "_Sweep", weight: torch.Tensor, with_grad: bool, *rows: torch.Tensor) -> torch.Tensor:
+        needs_rows = with_grad and any(ctx.needs_input_grad[3:])
+        needs_weight = with_grad and ctx.needs_input_grad[1]
+        loss_sum, row_grads, weight_grad = worker.run(rows, weight, needs_rows, needs_weight)
+        ctx.needs_rows, ctx.needs_weight = needs_rows, needs_weight
+        ctx.save_for_backward(weight_grad, *row_grads)
+        return loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: torch.Tensor):
+        weight_grad, *row_grads = ctx.saved_tensors
+        # In place: a second backward through the same graph raises instead of scaling twice.
+        if ctx.needs_weight:
+            weight_grad.mul_(grad_output)
+        if ctx.needs_rows:
+            row_grads = [grad.mul_(grad_output) for grad in row_grads]
+        else:
+            row_grads = [None] * len(row_grads)
+        return None, weight_grad, None, *row_grads
+
+
+class _Sweep:
+    """One sweep over the teacher positions; holds what is constant in it and collects the counters."""
+
+    def __init__(
+        self,
+        head,
+        last_hidden,
+        sweep,
+        target_ids,
+        pass_weights,
+        compute_dtype,
+        teacher_temperature,
+        rollout_temperature,
+    ):
+        self.head = head
+        self.last_hidden = last_hidden
+        self.sweep = sweep
+        self.target_ids = target_ids
+        self.pass_weights = pass_weights
+        self.compute_dtype = compute_dtype
+        self.teacher_temperature = teacher_temperature
+        self.rollout_temperature = rollout_temperature
+        self.counters = zero_counters(len(pass_weights), last_hidden.device)
+
+    def run(self, rows, weight, needs_rows: bool, needs_weight: bool):
+        """Returns the loss and the gradients of `rows` (in their dtype) and `weight` (in fp32 or fp64)."""
+        wide = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        row_grads = [torch.empty_like(row) if needs_rows else None for row in rows]
+        weight_grad = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        cast_weight = weight.to(self.compute_dtype)
+        alphas = [row.new_zeros(row.shape[0], dtype=torch.float64) for row in rows]
+        for positions, slices in self.sweep.chunks():
+            teacher = _Teacher(self, self.head.logits(self.last_hidden[self.sweep.positions[positions]]))
+            self.counters["coverage"] += teacher.coverage.sum(dtype=torch.float64)
+            self.counters["positions"] += teacher.coverage.numel()
+            # All passes share one matmul with the head, and one each for the two gradients.
+            student = torch.cat([row[piece] for row, piece in zip(rows, slices, strict=True)]).to(self.compute_dtype)
+            logits = (student @ cast_weight.t()).to(wide)
+            parts = logits.split([piece.stop - piece.start for piece in slices])
+            for s, (piece, part) in enumerate(zip(slices, parts, strict=True)):
+                index = self.sweep.teacher_rows[s][piece] - positions.start
+                alphas[s][piece] = self._pass(s, part, teacher, index)
+            grad = logits.to(self.compute_dtype)
+            if needs_rows:
+                for s, part in enumerate((grad @ cast_weight).split([part.shape[0] for part in parts])):
+                    row_grads[s][slices[s]] = part.to(row_grads[s].dtype)
+            if needs_weight:
+                _accumulate_outer(weight_grad, grad, student)
+        self._count_acceptance(alphas)
+        loss_sum = (self.counters["loss"] * self.counters["loss"].new_tensor(self.pass_weights)).sum().to(wide)
+        return loss_sum, row_grads, weight_grad
+
+    def _pass(self, s: int, logits: torch.Tensor, teacher: "_Teacher", index: torch.Tensor) -> torch.Tensor:
+        """Counts the rows of pass `s` in a chunk, turns `logits` into their gradient, returns the acceptance rates."""
+        target, keep = teacher.probs[index], teacher.keep[index]
+        top1 = logits.argmax(dim=-1)
+        same_temperature = self.rollout_temperature == self.teacher_temperature
+        if not same_temperature:
+            alpha = teacher.acceptance(torch.softmax(logits / self.rollout_temperature, dim=-1), index)
+        if self.teacher_temperature != 1.0:
+            logits.div_(self.teacher_temperature)
+        log_probs = logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
+        cross_entropy = -(target * log_probs).sum(dim=-1)
+        self.counters["loss"][s] += (cross_entropy * keep).sum(dtype=torch.float64)
+        self.counters["rows"][s] += keep.sum()
+        self.counters["masked_rows"] += (~keep).sum()
+        self.counters["top1"][s] += ((top1 == teacher.top1[index]) & keep).sum()
+        probs = log_probs.exp_()
+        if same_temperature:
+            alpha = teacher.acceptance(probs, index)
+        # d CE / d z = (q - p) / temperature, in place of the logits.
+        scale = keep.to(probs.dtype) * (self.pass_weights[s] / self.teacher_temperature)
+        probs.sub_(target).mul_(scale[:, None])
+        return alpha
+
+    def _count_acceptance(self, alphas: list[torch.Tensor]) -> None:
+        """Sums the prefix products of the acceptance rates over the roots that are valid in every pass."""
+        num_roots = self.last_hidden.shape[0]
+        table = torch.zeros(len(alphas), num_roots, dtype=torch.float64, device=self.last_hidden.device)
+        counts = torch.zeros(num_roots, dtype=torch.long, device=self.last_hidden.device)
+        for s, (roots, alpha) in enumerate(zip(self.sweep.roots, alphas, strict=True)):
+            table[s, roots] = alpha
+            counts[roots] += 1
+        complete = counts == len(alphas)
+        self.counters["accept"] += (table.cumprod(dim=0) * complete).sum(dim=1)
+        self.counters["accept_roots"] += complete.sum()
+
+
+class _Teacher:
+    """
+    Teacher distributions of one chunk of positions, `c` rows.
+
+    `probs` is renormalised over the draft vocabulary, `rollout_probs` is not: there a token outside counts as rejected.
+    `keep` is False where the most likely token lies outside; `top1` is that token in the draft's ids.
+    """
+
+    def __init__(self, sweep: _Sweep, logits: torch.Tensor):
+        ids = sweep.target_ids
+        inside = logits if ids is None else logits[:, ids]
+        self.top1 = logits.argmax(dim=-1)
+        self.keep = torch.ones_like(self.top1, dtype=torch.bool)
+        if ids is not None:
+            place = torch.searchsorted(ids, self.top1).clamp_(max=ids.numel() - 1)
+            self.keep = ids[place] == self.top1
+            self.top1 = place
+        self.probs, self.coverage = _probs_and_coverage(inside, logits, sweep.teacher_temperature)
+        if sweep.rollout_temperature == sweep.teacher_temperature:
+            probs, coverage = self.probs, self.coverage
+        else:
+            probs, coverage = _probs_and_coverage(inside, logits, sweep.rollout_temperature)
+        self.rollout_probs = probs if ids is None else probs * coverage[:, None]
+
+    def acceptance(self, student_probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`sum_v min(p_v, q_v)`: the chance that speculative sampling accepts (arXiv 2211.17192, section 3.3)."""
+        return torch.minimum(student_probs, self.rollout_probs[index]).sum(dim=-1, dtype=torch.float64)
+
+
+def _probs_and_coverage(inside: torch.Tensor, logits: torch.Tensor, temperature: float):
+    """Softmax over the columns `inside`, and their share of the softmax over all of `logits`."""
+    if inside is logits:
+        probs = torch.softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+        return probs, torch.ones_like(probs[:, 0])
+    if temperature != 1.0:
+        inside, logits = inside / temperature, logits / temperature
+    # In log space: the share may underflow, the renormalised probabilities must not.
+    coverage = (inside.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp_()
+    return torch.softmax(inside, dim=-1), coverage
+
+
+def _accumulate_outer(total: torch.Tensor, grad: torch.Tensor, student: torch.Tensor) -> None:
+    """`total += grad^T student`; below fp32 each product is rounded once and the sum stays wide."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.t(), student)
+    else:
+        total += grad.t() @ student

@@ -1,0 +1,351 @@
+"""
+Training of the draft: gradient sums over microbatches and ranks, one optimizer of its own.
+
+The policy never takes part: the draft has its own backward, optimizer, schedule and clipping, and nothing here draws
+from a random generator.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from .modeling.losses import PASS_COUNTERS, SCALAR_COUNTERS, draft_loss, zero_counters
+from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .modeling.packing import DraftBatch
+from .modeling.teacher import PolicyHead
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DraftTrainingArguments:
+    """
+    Settings of [`DraftTrainer`].
+
+    Args:
+        num_passes (`int`, *optional*, defaults to `4`):
+            TTT passes.
+        decay (`float`, *optional*, defaults to `0.8`):
+            Pass `s` is weighted by `decay ** s`.
+        detach_passes (`bool`, *optional*, defaults to `False`):
+            Whether gradients stop between passes.
+        teacher_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of the distillation.
+        rollout_temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature of the rollouts, for the simulated accept length.
+        learning_rate (`float`, *optional*, defaults to `2e-4`):
+            Peak learning rate.
+        pretrain_learning_rate (`float`, *optional*, defaults to `1e-3`):
+            Peak learning rate of steps inside [`DraftTrainer.pretraining`].
+        lr_scheduler_type (`str`, *optional*, defaults to `"constant_with_warmup"`):
+            A schedule of `transformers.get_scheduler` that needs no arguments of its own.
+        warmup_steps (`int`, *optional*, defaults to `20`):
+            Draft steps of warm-up, pretraining included.
+        weight_decay (`float`, *optional*, defaults to `0.0`):
+            AdamW's weight decay, for matrices only.
+        max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Gradient norm to clip to; 0 leaves gradients as they are.
+        loss_chunk_size (`int`, *optional*, defaults to `1024`):
+            Draft rows whose logits exist at a time.
+    """
+
+    num_passes: int = 4
+    decay: float = 0.8
+    detach_passes: bool = False
+    teacher_temperature: float = 1.0
+    rollout_temperature: float = 1.0
+    learning_rate: float = 2e-4
+    pretrain_learning_rate: float = 1e-3
+    lr_scheduler_type: str = "constant_with_warmup"
+    warmup_steps: int = 20
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    loss_chunk_size: int = 1024
+
+    def __post_init__(self):
+        for name in ("num_passes", "loss_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        for name in ("teacher_temperature", "rollout_temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; a temperature must be positive.")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"`decay` is {self.decay}; it must lie in (0, 1], 1 weighting all passes alike.")
+        for name in ("learning_rate", "pretrain_learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must not be negative.")
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    """The reduction of a single process."""
+    return tensor
+
+
+class DraftTrainer:
+    """
+    Accumulates the draft's gradient sums and steps its optimizer.
+
+    The loss of an optimizer step is `sum_s a_s * sum_rows CE / sum_s a_s * N_s` with sums over all microbatches and
+    ranks (DESIGN of the package, "Loss"). `accumulate` therefore adds up unnormalised gradients, and `step` sums them
+    over ranks, together with the counters, in one flat all-reduce before dividing. Every rank calls `accumulate` and
+    `step` equally often, with `None` where it has no tokens.
+
+    Args:
+        draft ([`Eagle3DraftModel`]):
+            The draft, with float32 (or float64) parameters, equal on all ranks. With `requires_grad_(False)` on all of
+            them it is frozen: metrics are computed, nothing is updated.
+        head ([`PolicyHead`]):
+            The policy's head.
+        args ([`DraftTrainingArguments`]):
+            Settings.
+        reduce_sum (`Callable`, *optional*):
+            Sums a tensor over the ranks and returns it, in place or not. The default is that of a single process.
+        num_training_steps (`int`):
+            Draft steps in all, pretraining included; what decaying schedules end at.
+
+    Raises:
+        ValueError: if the schedule is not a function of the step alone, or if parameters are in a half precision.
+    """
+
+    def __init__(
+        self,
+        draft: Eagle3DraftModel,
+        head: PolicyHead,
+        args: DraftTrainingArguments,
+        *,
+        reduce_sum: Callable[[torch.Tensor], torch.Tensor] = _identity,
+        num_training_steps: int,
+    ):
+        self.draft = draft
+        self.head = head
+        self.args = args
+        self.reduce_sum = reduce_sum
+        self.parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+        dtypes = {parameter.dtype for parameter in draft.parameters()}
+        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+            raise ValueError(
+                f"The draft's parameters are {sorted(map(str, dtypes))}; AdamW updates would be lost to rounding. Load "
+                "it in float32 and set `compute_dtype` for its matmuls."
+            )
+        matrices = [parameter for parameter in self.parameters if parameter.dim() > 1]
+        vectors = [parameter for parameter in self.parameters if parameter.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        # The schedule runs on a base rate of 1: its factor multiplies whichever rate the current step uses.
+        self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))
+        self.scheduler = get_scheduler(
+            args.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=args.warmup_steps,
+            num_training_steps=num_training_steps,
+        )
+        if not isinstance(self.scheduler, LambdaLR):
+            raise ValueError(
+                f"`lr_scheduler_type={args.lr_scheduler_type!r}` depends on more than the step. Choose one such as "
+                "'constant_with_warmup', 'linear' or 'cosine'."
+            )
+        self.num_updates = 0
+        self.num_pretrain_updates = 0
+        self._pretraining = False
+        self._flat: torch.Tensor | None = None
+        self._counters = self._zero_counters()
+        self._rollout_draft: Eagle3DraftModel | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        peak = self.args.pretrain_learning_rate if self._pretraining else self.args.learning_rate
+        return peak * self.scheduler.lr_lambdas[0](self.scheduler.last_epoch)
+
+    @contextmanager
+    def pretraining(self) -> Iterator[None]:
+        """Steps inside use `pretrain_learning_rate`; moments and warm-up carry on afterwards."""
+        self._pretraining = True
+        try:
+            yield
+        finally:
+            self._pretraining = False
+
+    def accumulate(self, batch: DraftBatch | None) -> None:
+        """
+        Adds the gradient sums and counters of one microbatch.
+
+        Args:
+            batch ([`DraftBatch`], *optional*):
+                The packed microbatch, or None if this rank has nothing. A sharded policy head is gathered either way,
+                so ranks stay in step.
+        """
+        if self._flat is None:
+            self._allocate_gradients()
+        with self.head.gathered(), torch.set_grad_enabled(bool(self.parameters)):
+            if batch is None:
+                return
+            loss = draft_loss(
+                self.draft,
+                self.head,
+                batch,
+                num_passes=self.args.num_passes,
+                decay=self.args.decay,
+                chunk_size=self.args.loss_chunk_size,
+                teacher_temperature=self.args.teacher_temperature,
+                rollout_temperature=self.args.rollout_temperature,
+                detach_passes=self.args.detach_passes,
+            )
+        if self.parameters:
+            with torch.autocast(batch.taps.device.type, enabled=False):
+                loss.loss_sum.backward()
+        for name, value in loss.counters.items():
+            self._counters[name] += value
+
+    def step(self) -> dict[str, float]:
+        """
+        Reduces what has accumulated, updates the draft and refreshes the rollout copy.
+
+        The update is left out if no rank has a row that counts: the decision uses the reduced count, so ranks agree.
+        It is also left out, with a warning, if the reduced gradient is not finite.
+
+        Returns:
+            `dict[str, float]`: metrics, equal on all ranks; those without a denominator are absent.
+        """
+        if self._flat is None:
+            self._allocate_gradients()
+        counters = self._reduce()
+        metrics = self._metrics(counters)
+        denominator = sum(self.args.decay**s * rows for s, rows in enumerate(counters["rows"]))
+        if denominator > 0 and self.parameters:
+            self._flat.div_(denominator)
+            max_norm = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, max_norm))
+            metrics["draft/grad_norm"] = grad_norm
+            metrics["draft/learning_rate"] = self.learning_rate
+            if math.isfinite(grad_norm):
+                self._update()
+            else:
+                logger.warning("The draft's gradient norm is %s; this draft update is left out.", grad_norm)
+        self._flat = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._counters = self._zero_counters()
+        return metrics
+
+    @property
+    def rollout_draft(self) -> Eagle3DraftModel:
+        """A copy with parameters in the compute dtype, refreshed by every `step` and `load_state_dict`."""
+        if self._rollout_draft is None:
+            self._rollout_draft = copy.deepcopy(self.draft).requires_grad_(False).eval()
+            for parameter in self._rollout_draft.parameters():
+                parameter.data = parameter.data.to(self.draft.compute_dtype)
+        return self._rollout_draft
+
+    @torch.no_grad()
+    def refresh_rollout_draft(self) -> None:
+        """Copies weights and vocabulary into the rollout copy; needed only after changing the draft by hand."""
+        if self._rollout_draft is None:
+            return
+        source = dict(self.draft.named_parameters()) | dict(self.draft.named_buffers())
+        copies = dict(self._rollout_draft.named_parameters()) | dict(self._rollout_draft.named_buffers())
+        for name, tensor in copies.items():
+            tensor.copy_(source[name])
+
+    def state_dict(self) -> dict:
+        """
+        Everything an exact resume needs: weights and vocabulary, moments, schedule, step counters.
+
+        Raises:
+            RuntimeError: between `accumulate` and `step`, when gradients would be lost.
+        """
+        if self._flat is not None:
+            raise RuntimeError("The draft has accumulated gradients that no `step()` has used; save after the step.")
+        return {
+            "draft": self.draft.state_dict(),
+            "target_ids": self.draft.target_ids.cpu(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "num_updates": self.num_updates,
+            "num_pretrain_updates": self.num_pretrain_updates,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """
+        Restores what `state_dict` returned, vocabulary included.
+
+        Raises:
+            ValueError: if the saved draft has another vocabulary size.
+        """
+        saved, own = state["target_ids"].numel(), self.draft.target_ids.numel()
+        if saved != own:
+            raise ValueError(
+                f"The saved draft has {saved} tokens, this one {own}. Set `draft_vocab_size={saved}` to resume."
+            )
+        self.draft.load_state_dict(state["draft"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.num_updates = state["num_updates"]
+        self.num_pretrain_updates = state["num_pretrain_updates"]
+        self._flat = None
+        self._counters = self._zero_counters()
+        self.refresh_rollout_draft()
+
+    def _zero_counters(self) -> dict[str, torch.Tensor]:
+        """Counters at zero, on the draft's device."""
+        return zero_counters(self.args.num_passes, self.draft.lm_head.weight.device)
+
+    def _allocate_gradients(self) -> None:
+        """One flat zero buffer whose views are the gradients, so that reducing needs no copy."""
+        total = sum(parameter.numel() for parameter in self.parameters)
+        count = sum(value.numel() for value in self._counters.values())
+        self._flat = self.draft.lm_head.weight.detach().new_zeros(total + count)
+        offset = 0
+        for parameter in self.parameters:
+            parameter.grad = self._flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+
+    def _reduce(self) -> dict[str, list[float] | float]:
+        """Sums gradients and counters over ranks in one call; returns the counters."""
+        names = PASS_COUNTERS + SCALAR_COUNTERS
+        own = torch.cat([self._counters[name].reshape(-1) for name in names])
+        start = self._flat.numel() - own.numel()
+        self._flat[start:] = own
+        reduced = self.reduce_sum(self._flat)
+        if reduced is not self._flat:
+            self._flat.copy_(reduced)
+        values = self._flat[start:].tolist()
+        self._flat = self._flat[:start]
+        passes = self.args.num_passes
+        counters = {name: values[i * passes : (i + 1) * passes] for i, name in enumerate(PASS_COUNTERS)}
+        return counters | dict(zip(SCALAR_COUNTERS, values[len(PASS_COUNTERS) * passes :], strict=True))
+
+    def _metrics(self, counters: dict) -> dict[str, float]:
+        """The metrics that are ratios of counters."""
+        metrics = {"draft/masked_rows": counters["masked_rows"]}
+        weights = [self.args.decay**s for s in range(self.args.num_passes)]
+        total = sum(weight * rows for weight, rows in zip(weights, counters["rows"], strict=True))
+        if total > 0:
+            loss = sum(weight * value for weight, value in zip(weights, counters["loss"], strict=True))
+            metrics["draft/loss"] = loss / total
+        for s, rows in enumerate(counters["rows"]):
+            if rows > 0:
+                metrics[f"draft/loss_pass_{s}"] = counters["loss"][s] / rows
+                metrics[f"draft/top1_pass_{s}"] = counters["top1"][s] / rows
+        if counters["positions"] > 0:
+            metrics["draft/vocab_coverage"] = counters["coverage"] / counters["positions"]
+        if counters["accept_roots"] > 0:
+            metrics["draft/accept_length_sim"] = 1.0 + sum(counters["accept"]) / counters["accept_roots"]
+        return metrics
+
+    def _update(self) -> None:
+        """One optimizer step at the current learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self.optimizer.step()
+        self.scheduler.step()
+        self.num_updates += 1
+        self.num_pretrain_updates += int(self._pretraining)
+        self.refresh_rollout_draft()
