@@ -15,7 +15,6 @@ gradient and the head's gradient are finished inside the sweep (as in Liger's fu
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .modeling_eagle3 import Eagle3DraftModel

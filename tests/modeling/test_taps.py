@@ -1,0 +1,128 @@
+"""Taps: the right hidden states, once each, and only where they are asked for."""
+
+import pytest
+import torch
+from tiny import tiny_policy
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from trl_codraft.modeling.taps import TapRecorder, decoder_of
+
+
+IDS = torch.arange(3, 23).view(2, 10)
+TAPS = [0, 1, 3, 4]
+
+
+def recorded(policy, recorder, **kwargs):
+    with recorder.record() as record:
+        output = policy(input_ids=IDS, output_hidden_states=True, **kwargs)
+    return record, output
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_taps_are_the_hidden_states_before_the_final_norm(model_type):
+    policy = tiny_policy(model_type, scale=4.0)
+    record, output = recorded(policy, TapRecorder(policy, TAPS))
+    assert len(record.taps) == len(TAPS)
+    for tap, layer in zip(record.taps[:-1], TAPS[:-1], strict=True):
+        assert torch.equal(tap, output.hidden_states[layer])
+        assert not tap.requires_grad
+    last = record.taps[-1]
+    assert not torch.allclose(last, output.hidden_states[4])
+    assert torch.equal(policy.model.norm(last), output.hidden_states[4])
+    assert torch.equal(record.last_hidden, output.hidden_states[4])
+    assert not record.last_hidden.requires_grad
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_records_each_tap_once(use_reentrant):
+    policy = tiny_policy(scale=4.0)
+    plain, _ = recorded(policy, TapRecorder(policy, TAPS))
+    policy.train()
+    policy.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    policy.enable_input_require_grads()
+    recorder = TapRecorder(policy, TAPS)
+    with recorder.record() as record:
+        logits = policy(input_ids=IDS).logits
+        taps = list(record.taps)
+        logits.sum().backward()  # recomputes every layer with the record still open
+    assert all(tap is kept for tap, kept in zip(taps, record.taps, strict=True))
+    for tap, expected in zip(record.taps, plain.taps, strict=True):
+        torch.testing.assert_close(tap, expected)
+    assert policy.model.layers[0].mlp.up_proj.weight.grad is not None
+
+
+def test_forwards_outside_a_record_leave_nothing():
+    policy = tiny_policy()
+    recorder = TapRecorder(policy, TAPS)
+    policy(input_ids=IDS)
+    policy.generate(IDS, max_new_tokens=3, do_sample=False)
+    record, _ = recorded(policy, recorder)
+    before = [tap.clone() for tap in record.taps]
+    policy(input_ids=IDS + 1)
+    policy.generate(IDS + 1, max_new_tokens=3, do_sample=False)
+    assert recorder._record is None
+    assert all(torch.equal(tap, kept) for tap, kept in zip(record.taps, before, strict=True))
+    with pytest.raises(RuntimeError, match="boom"), recorder.record():
+        raise RuntimeError("boom")
+    recorded(policy, recorder)  # the failed record did not stay open
+
+
+def test_missing_double_and_nested_records_are_errors():
+    policy = tiny_policy()
+    recorder = TapRecorder(policy, TAPS)
+    with recorder.record() as record:
+        pass
+    with pytest.raises(RuntimeError, match=r"did not deliver the taps of layers \[0, 1, 3, 4\]"):
+        _ = record.taps
+    with pytest.raises(RuntimeError, match="did not run"):
+        _ = record.last_hidden
+    with pytest.raises(RuntimeError, match="more than once"), recorder.record():
+        policy(input_ids=IDS)
+        policy(input_ids=IDS)
+    with recorder.record(), pytest.raises(RuntimeError, match="do not nest"), recorder.record():
+        pass
+    recorder.close()
+    with recorder.record() as record:
+        policy(input_ids=IDS)
+    with pytest.raises(RuntimeError, match="did not deliver"):
+        _ = record.taps
+
+
+def test_lora_taps_come_from_the_adapter_on_forward():
+    peft = pytest.importorskip("peft")
+    policy = tiny_policy(scale=4.0)
+    base_taps = recorded(policy, TapRecorder(policy, TAPS))[0].taps
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(policy, config).eval()
+    recorder = TapRecorder(model.get_base_model(), TAPS)
+    on, output = recorded(model, recorder)
+    for tap, layer in zip(on.taps[:-1], TAPS[:-1], strict=True):
+        assert torch.equal(tap, output.hidden_states[layer])
+    assert torch.equal(on.taps[0], base_taps[0])
+    assert all(not torch.allclose(tap, base) for tap, base in zip(on.taps[1:], base_taps[1:], strict=True))
+    # The reference forward of a LoRA policy runs the same modules with adapters off, outside any record.
+    kept = [tap.clone() for tap in on.taps]
+    with model.disable_adapter():
+        off, _ = recorded(model, recorder)
+        model(input_ids=IDS)
+    torch.testing.assert_close(off.taps[-1], base_taps[-1])
+    assert all(torch.equal(tap, copy) for tap, copy in zip(on.taps, kept, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tap_layers", "message"),
+    [([], "at least one"), ([1, 1], "strictly ascending"), ([2, 1], "strictly ascending"), ([-1], "0"), ([5], "to 4")],
+)
+def test_impossible_tap_layers_are_named(tap_layers, message):
+    with pytest.raises(ValueError, match=message):
+        TapRecorder(tiny_policy(), tap_layers)
+
+
+def test_policies_without_decoder_layers_are_refused_with_the_way_out():
+    config = AutoConfig.for_model(
+        "t5", vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    with pytest.raises(ValueError, match="use_draft=False"):
+        decoder_of(AutoModelForSeq2SeqLM.from_config(config))
+    with pytest.raises(ValueError, match="use_draft=False"):
+        decoder_of(tiny_policy("gpt2", n_layer=1, n_head=2, n_embd=32, num_hidden_layers=1))
