@@ -67,8 +67,10 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
         return [str(error)]
     model = policy if isinstance(policy, nn.Module) else None
     policy_config = model.config if model is not None else policy
+    policy_dtype = None
     if policy_config is not None:
         policy_config = policy_config.get_text_config()
+        policy_dtype = model.dtype if model is not None else policy_config.dtype
     checks = [
         _check_identity(raw),
         _check_sizes(raw),
@@ -83,7 +85,7 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
         _check_vocab_maps(raw, tensors),
     ]
     if policy_config is not None:
-        checks.append(_check_policy(raw, tensors, policy_config))
+        checks.append(_check_policy(raw, tensors, policy_config, policy_dtype))
     if model is not None:
         checks.append(_check_policy_model(tensors, model))
     return [message for check in checks for message in check]
@@ -317,8 +319,10 @@ def _check_vocab_maps(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         yield "`t2d` does not select the tokens that `d2t` names"
 
 
-def _check_policy(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], policy: Any) -> Iterator[str]:
-    """Sizes, context and RoPE of the policy."""
+def _check_policy(
+    raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], policy: Any, policy_dtype: torch.dtype | None
+) -> Iterator[str]:
+    """Sizes, context, RoPE and dtype of the policy."""
     pairs = {"hidden_size": "hidden_size", "target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     for key, policy_key in pairs.items():
         if key in raw and raw[key] != getattr(policy, policy_key):
@@ -340,8 +344,8 @@ def _check_policy(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], p
         if key in rope and key in own and rope[key] != own[key]:
             yield f"{NOTE}`{key}` is {own[key]!r}, the policy's {rope[key]!r}: right only if the draft was trained so"
     dtype = next((tensor.dtype for name, tensor in tensors.items() if canonical_name(name) == "fc.weight"), None)
-    if policy.dtype is not None and dtype is not None and policy.dtype != dtype:
-        yield f"{NOTE}the tensors are {dtype}, the policy is {policy.dtype}: servers run the draft in the policy's"
+    if policy_dtype is not None and dtype is not None and policy_dtype != dtype:
+        yield f"{NOTE}the tensors are {dtype}, the policy is {policy_dtype}: servers run the draft in the policy's"
 
 
 def _check_policy_model(tensors: Mapping[str, torch.Tensor], policy: nn.Module) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch import nn
 from .configuration_eagle3 import Eagle3DraftConfig
 from .disk_config import config_from_disk, config_to_disk
 from .draft_folder import read_config, read_tensors, resolve_folder, write_folder
+from .modeling_eagle3 import Eagle3DraftModel
 
 
 VOCAB_MAPS = ("d2t", "t2d")
@@ -80,7 +81,7 @@ def is_second_hidden_norm(name: str) -> bool:
     return name.startswith("layers.") and name.endswith(".hidden_norm.weight") and name.split(".")[1] != "0"
 
 
-def disk_tensors(draft: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def disk_tensors(draft: Eagle3DraftModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """
     The tensors of a draft as they are stored: detached CPU copies, floating-point ones in `dtype`.
 
@@ -101,7 +102,7 @@ def disk_tensors(draft: nn.Module, dtype: torch.dtype | None = None) -> dict[str
 
 
 def save_draft(
-    draft: nn.Module,
+    draft: Eagle3DraftModel,
     path: str | os.PathLike,
     *,
     dtype: torch.dtype | None = None,
@@ -143,29 +144,26 @@ def save_draft(
 
 
 def load_draft(
-    model_class: type[nn.Module],
     path_or_repo: str | os.PathLike,
     *,
     policy: nn.Module | None = None,
+    compute_dtype: torch.dtype | None = None,
     subfolder: str | None = None,
-    model_kwargs: Mapping[str, Any] | None = None,
     **hub_kwargs: Any,
-) -> nn.Module:
+) -> Eagle3DraftModel:
     """
     Reads a draft that this package, vLLM's users, SpecForge (SGLang) or speculators wrote.
 
     Args:
-        model_class (`type`):
-            [`Eagle3DraftModel`].
         path_or_repo (`str` or `os.PathLike`):
             Folder or Hub repository id.
         policy ([`~transformers.PreTrainedModel`], *optional*):
             The policy the draft is for. Needed when the file leaves something to the policy (its head, its tap
             layers); otherwise [`check_fits_policy`] can be called later.
+        compute_dtype (`torch.dtype`, *optional*):
+            Dtype of the draft's matmuls, see [`Eagle3DraftModel`].
         subfolder (`str`, *optional*):
             Folder inside `path_or_repo`.
-        model_kwargs (`Mapping[str, Any]`, *optional*):
-            Passed to `model_class` besides the configuration.
         hub_kwargs (*optional*):
             `revision`, `token`, `cache_dir`, ... of [`~huggingface_hub.snapshot_download`].
 
@@ -194,7 +192,7 @@ def load_draft(
     if raw.get("logit_scale", 1.0) != 1.0:
         tensors["lm_head.weight"] = tensors["lm_head.weight"].float() * raw["logit_scale"]
 
-    draft = model_class(config, **(model_kwargs or {}))
+    draft = Eagle3DraftModel(config, compute_dtype)
     if target_ids is not None:
         draft.set_vocab(target_ids)
     draft.load_state_dict({**draft.state_dict(), **tensors})
@@ -208,7 +206,7 @@ def load_draft(
     return draft
 
 
-def check_fits_policy(draft: nn.Module, policy: nn.Module) -> None:
+def check_fits_policy(draft: Eagle3DraftModel, policy: nn.Module) -> None:
     """
     The checks that [`load_draft`] makes when it is given the policy, for a draft loaded without one.
 

@@ -1,0 +1,191 @@
+"""
+The command line: `trl-codraft grpo | export | validate | score | push`.
+
+Mistakes of the user end with one line on stderr and exit status 1, without a traceback.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .export import export_draft, push_draft, score_draft
+from .modeling.draft_folder import resolve_folder
+from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .validation import problems, validate_draft
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Runs one subcommand.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments without the program's name; those of the process by default.
+
+    Returns:
+        `int`: exit status, 0 if all is well.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["grpo"]:
+        return _grpo(arguments[1:])
+    args = _parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"trl-codraft {args.command}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trl-codraft", description="Train, check, score and publish EAGLE-3 drafts.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # Listed for --help only: the script has a parser of its own, so `main` hands the arguments on unread.
+    commands.add_parser("grpo", help="train a policy and its draft (all arguments of the GRPO script)", add_help=False)
+
+    export = commands.add_parser("export", help="rewrite a draft as one folder for vLLM, SGLang and speculators")
+    export.add_argument("draft", help="folder or Hub repository of a draft in any EAGLE-3 layout")
+    export.add_argument("output", help="folder to write")
+    _add_policy(export)
+    _add_card(export)
+    export.set_defaults(run=_export)
+
+    validate = commands.add_parser("validate", help="name everything a server would misread")
+    validate.add_argument("path", help="folder or Hub repository of a draft")
+    _add_policy(validate, required=False)
+    validate.set_defaults(run=_validate)
+
+    score = commands.add_parser("score", help="measure the accept length on prompts")
+    score.add_argument("draft", help="folder or Hub repository of a draft")
+    _add_policy(score)
+    prompts = score.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", help="one prompt; may be repeated")
+    prompts.add_argument("--prompts-file", help="text file with one prompt per line, or .jsonl with a `prompt` field")
+    score.add_argument("--num-draft-tokens", type=int, default=3)
+    score.add_argument("--max-new-tokens", type=int, default=128)
+    score.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    score.add_argument("--batch-size", type=int, default=8)
+    score.add_argument("--seed", type=int, default=0)
+    score.add_argument("--output", help="also write the result to this JSON file, for `--scores` of export and push")
+    score.set_defaults(run=_score)
+
+    push = commands.add_parser("push", help="upload a draft, with its card, to a Hub repository of its own")
+    push.add_argument("draft", help="folder or Hub repository of a draft")
+    push.add_argument("repo_id", help="repository to create or update")
+    _add_policy(push)
+    _add_card(push)
+    push.add_argument("--private", action="store_true", default=None)
+    push.add_argument("--commit-message", default="Upload draft")
+    push.set_defaults(run=_push)
+    return parser
+
+
+def _add_policy(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument("--policy", required=required, help="folder or Hub repository of the policy")
+
+
+def _add_card(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help="stored dtype; the policy's by default")
+    parser.add_argument("--base-model", help="name of the policy for the card; --policy by default")
+    parser.add_argument("--license", help="licence identifier for the card")
+    parser.add_argument("--scores", help="JSON file written by `trl-codraft score --output`")
+
+
+def _card_arguments(args: argparse.Namespace) -> dict:
+    return {
+        "dtype": DTYPES[args.dtype] if args.dtype else None,
+        "base_model": args.base_model or args.policy,
+        "license": args.license,
+        "scores": json.loads(Path(args.scores).read_text(encoding="utf-8")) if args.scores else None,
+    }
+
+
+def _load_policy(name: str) -> PreTrainedModel:
+    policy = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _load_draft(name: str, policy: PreTrainedModel) -> Eagle3DraftModel:
+    return Eagle3DraftModel.from_pretrained(name, policy=policy, compute_dtype=policy.dtype).to(policy.device).eval()
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompt:
+        return args.prompt
+    lines = [line for line in Path(args.prompts_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not args.prompts_file.endswith(".jsonl"):
+        return lines
+    prompts = [json.loads(line).get("prompt") for line in lines]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"Each line of {args.prompts_file} must be an object whose `prompt` is a string.")
+    return prompts
+
+
+def _grpo(arguments: list[str]) -> int:
+    # Imported here: the script needs TRL, which is slow to import and of no use to the other commands.
+    from .scripts.grpo import main as grpo_main
+
+    grpo_main(arguments)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    policy = _load_policy(args.policy)
+    notes = export_draft(_load_draft(args.draft, policy), policy, args.output, **_card_arguments(args))
+    print("\n".join([*notes, f"wrote {args.output}"]))
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    policy_config = AutoConfig.from_pretrained(args.policy) if args.policy else None
+    messages = validate_draft(resolve_folder(args.path), policy_config)
+    found = problems(messages)
+    for message in messages:
+        print(message)
+    print(f"{args.path}: {len(found)} problem(s)" if found else f"{args.path}: valid")
+    return 1 if found else 0
+
+
+def _score(args: argparse.Namespace) -> int:
+    policy = _load_policy(args.policy)
+    scores = score_draft(
+        policy,
+        _load_draft(args.draft, policy),
+        _read_prompts(args),
+        AutoTokenizer.from_pretrained(args.policy),
+        num_draft_tokens=args.num_draft_tokens,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        batch_size=args.batch_size,
+        generator=torch.Generator(policy.device).manual_seed(args.seed),
+    )
+    text = json.dumps(scores, indent=2)
+    if args.output:
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+def _push(args: argparse.Namespace) -> int:
+    policy = _load_policy(args.policy)
+    commit = push_draft(
+        _load_draft(args.draft, policy),
+        policy,
+        args.repo_id,
+        private=args.private,
+        commit_message=args.commit_message,
+        **_card_arguments(args),
+    )
+    print(commit.commit_url)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The README of a draft: what it drafts for, how well, and how to serve it."""
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import ModelCard, ModelCardData
+
+from .modeling.configuration_eagle3 import Eagle3DraftConfig
+from .modeling.disk_config import server_default_tap_layers
+
+
+CITATIONS = """\
+```bibtex
+@article{codraft2026,
+    title  = {Online draft co-training for speculative decoding in reinforcement learning},
+    eprint = {2609.07108},
+    archivePrefix = {arXiv},
+    url    = {https://arxiv.org/abs/2609.07108},
+    year   = {2026}
+}
+
+@article{li2025eagle3,
+    title  = {EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test},
+    author = {Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang},
+    eprint = {2503.01840},
+    archivePrefix = {arXiv},
+    url    = {https://arxiv.org/abs/2503.01840},
+    year   = {2025}
+}
+```"""
+
+
+def serve_commands(draft: str, policy: str, num_draft_tokens: int = 3) -> dict[str, str]:
+    """
+    The command lines that serve a policy with its draft.
+
+    Args:
+        draft (`str`):
+            Repository id or path of the draft.
+        policy (`str`):
+            Repository id or path of the policy.
+        num_draft_tokens (`int`, *optional*, defaults to `3`):
+            Draft tokens per verification.
+
+    Returns:
+        `dict[str, str]`: for `"vllm"` and `"sglang"`.
+    """
+    return {
+        "vllm": (
+            f"vllm serve {policy} --speculative-config "
+            f'\'{{"method": "eagle3", "model": "{draft}", "num_speculative_tokens": {num_draft_tokens}}}\''
+        ),
+        "sglang": (
+            f"python -m sglang.launch_server --model-path {policy} --speculative-algorithm EAGLE3 \\\n"
+            f"    --speculative-draft-model-path {draft} --speculative-num-steps {num_draft_tokens} \\\n"
+            f"    --speculative-eagle-topk 1 --speculative-num-draft-tokens {num_draft_tokens + 1}"
+        ),
+    }
+
+
+def limits(config: Eagle3DraftConfig) -> list[str]:
+    """Sentences about servers that cannot serve this draft; empty for an ordinary one."""
+    sentences = []
+    if config.norm_before_residual:
+        sentences.append("Not SGLang: `norm_before_residual` is on, which SGLang (0.5.23) does not implement.")
+    if config.norm_before_fc:
+        sentences.append("Not SGLang releases that ignore `norm_before_fc` (0.5.23 reads it).")
+    if len(config.tap_layers) != 3:
+        sentences.append(
+            f"Not servers that need 3 tap layers: this draft reads {len(config.tap_layers)} (`num_aux_hidden_states`)."
+        )
+    if config.num_policy_layers in config.tap_layers:
+        sentences.append("Not SGLang: one tap is the output of the last layer, and SGLang captures layer inputs only.")
+    return sentences
+
+
+def draft_card(
+    config: Eagle3DraftConfig,
+    *,
+    repo_id: str | None = None,
+    base_model: str | None = None,
+    scores: Mapping[str, Any] | None = None,
+    license: str | None = None,
+    tags: tuple[str, ...] = (),
+) -> str:
+    """
+    The text of `README.md`, with the Hub's metadata block.
+
+    Args:
+        config ([`Eagle3DraftConfig`]):
+            The draft's configuration.
+        repo_id (`str`, *optional*):
+            Where the draft will live; stands in the commands.
+        base_model (`str`, *optional*):
+            Repository id of the policy. A local path is shown in the commands but kept out of the metadata, which
+            takes repository ids only.
+        scores (`Mapping[str, Any]`, *optional*):
+            What [`score_draft`] measured on held-out prompts.
+        license (`str`, *optional*):
+            Licence identifier of the Hub.
+        tags (`tuple[str, ...]`, *optional*, defaults to `()`):
+            Added to `eagle3`, `speculative-decoding`, `trl-codraft`.
+
+    Returns:
+        `str`
+    """
+    is_repo = base_model is not None and not os.path.exists(base_model) and base_model.count("/") <= 1
+    data = ModelCardData(
+        base_model=base_model if is_repo else None,
+        license=license,
+        pipeline_tag="text-generation",
+        tags=["eagle3", "speculative-decoding", "trl-codraft", *tags],
+    )
+    draft, policy = repo_id or "PATH_OF_THIS_DRAFT", base_model or "PATH_OF_THE_POLICY"
+    commands = serve_commands(draft, policy, (scores or {}).get("num_draft_tokens", 3))
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {repo_id.split('/')[-1] if repo_id else 'EAGLE-3 draft'}",
+        f"An EAGLE-3 draft for speculative decoding with `{policy}`, trained inside the GRPO step of that policy with "
+        "`trl-codraft`. It proposes tokens; the policy verifies them, so its output distribution does not change.",
+        f"## Accept length\n\n{_score_table(scores)}",
+        f"## Serve\n\nvLLM:\n\n```bash\n{commands['vllm']}\n```\n\nSGLang:\n\n```bash\n{commands['sglang']}\n```",
+    ]
+    if limits(config):
+        parts.append("Limits of this draft:\n\n" + "\n".join(f"- {sentence}" for sentence in limits(config)))
+    parts += [
+        f"## Format\n\n{_format_text(config)}",
+        "## Versions\n\n" + "\n".join(f"- {name}: {number}" for name, number in _versions().items()),
+        f"## Citations\n\n{CITATIONS}",
+    ]
+    return str(ModelCard("\n\n".join(parts) + "\n"))
+
+
+def _score_table(scores: Mapping[str, Any] | None) -> str:
+    """The measurement, or a sentence that there is none."""
+    if scores is None:
+        return "Not measured. `trl-codraft score` measures it."
+    rows = {
+        "accept length (1 + accepted / verifications)": f"{scores['accept_length']:.3f}",
+        "accept rate (accepted / drafted)": f"{scores['accept_rate']:.3f}",
+        "accept rate by position": ", ".join(f"{rate:.3f}" for rate in scores["accept_rate_per_position"]),
+        "draft tokens per verification": str(scores["num_draft_tokens"]),
+        "held-out prompts": str(scores["num_prompts"]),
+        "new tokens": str(scores["committed"]),
+        "temperature": str(scores["temperature"]),
+    }
+    return "| measured on held-out prompts | |\n|---|---|\n" + "\n".join(f"| {key} | {rows[key]} |" for key in rows)
+
+
+def _format_text(config: Eagle3DraftConfig) -> str:
+    """Sizes and taps in one paragraph."""
+    flags = [
+        flag for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc") if getattr(config, flag)
+    ]
+    taps = "the servers' default layers"
+    if list(config.tap_layers) != server_default_tap_layers(config.num_policy_layers):
+        taps = "numbered for vLLM at top level, and one less for SGLang inside `eagle_config`"
+    return (
+        f"One folder for vLLM, SGLang and speculators. {config.num_hidden_layers} decoder layer(s) of width "
+        f"{config.hidden_size}; head over {config.draft_vocab_size} of {config.vocab_size} tokens; reads the hidden "
+        f"states {list(config.tap_layers)} of the policy ({taps}); flags: {', '.join(flags) or 'none'}. The token "
+        "embedding is the policy's and is not stored."
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what trained and wrote the draft."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for package in ("trl", "trl-codraft"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "source checkout"
+    return versions
