@@ -144,6 +144,7 @@ def save_draft(
 
 
 def load_draft(
+    model_class: type[Eagle3DraftModel],
     path_or_repo: str | os.PathLike,
     *,
     policy: nn.Module | None = None,
@@ -155,6 +156,8 @@ def load_draft(
     Reads a draft that this package, vLLM's users, SpecForge (SGLang) or speculators wrote.
 
     Args:
+        model_class (`type`):
+            [`Eagle3DraftModel`] or a subclass.
         path_or_repo (`str` or `os.PathLike`):
             Folder or Hub repository id.
         policy ([`~transformers.PreTrainedModel`], *optional*):
@@ -192,7 +195,7 @@ def load_draft(
     if raw.get("logit_scale", 1.0) != 1.0:
         tensors["lm_head.weight"] = tensors["lm_head.weight"].float() * raw["logit_scale"]
 
-    draft = Eagle3DraftModel(config, compute_dtype)
+    draft = model_class(config, compute_dtype)
     if target_ids is not None:
         draft.set_vocab(target_ids)
     draft.load_state_dict({**draft.state_dict(), **tensors})
