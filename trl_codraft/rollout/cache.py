@@ -1,0 +1,190 @@
+"""
+A key/value cache whose rows have different lengths, and the masks that go with it.
+
+Slot equals position id: the key of a row's position `p` lives in slot `p`, wherever the token stood in a padded batch.
+Rolling back rejected tokens needs no work: their slots are overwritten before they are read again, and until then the
+mask hides them.
+
+Shapes: `B` rows, `q` query columns, `kv` visible slots, `C` capacity, `Hkv` key/value heads, `D` head dim.
+"""
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+
+class RaggedCache(Cache):
+    """
+    Keys and values of `B` rows of different lengths, in buffers `(B, Hkv, C + 1, D)` that grow geometrically.
+
+    Each forward is announced with [`~RaggedCache.begin`], which says where its columns go; the model then calls
+    `update` once per layer. Column slots below zero mark padding: they are written to a spare slot nobody reads.
+
+    Args:
+        num_rows (`int`):
+            Number of rows `B`.
+        max_slots (`int`):
+            Largest number of slots a row can ever need.
+        initial_slots (`int`, *optional*, defaults to `max_slots`):
+            Number of slots to allocate first. Buffers grow by half when a forward needs more.
+    """
+
+    def __init__(self, num_rows: int, max_slots: int, initial_slots: int | None = None):
+        super().__init__(layers=[])
+        self.num_rows = num_rows
+        self.max_slots = max_slots
+        self.capacity = max(1, min(max_slots, initial_slots if initial_slots is not None else max_slots))
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rows: torch.Tensor | None = None
+        self._slots: torch.Tensor | None = None
+        self._visible = 0
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether any layer has written its keys."""
+        return len(self._buffers) > 0
+
+    def begin(self, slots: torch.Tensor, visible: int) -> None:
+        """
+        Announces the next forward.
+
+        Args:
+            slots (`torch.LongTensor` of shape `(B, q)`):
+                Slot of each column, -1 for padding columns.
+            visible (`int`):
+                Number of leading slots the attention sees: an upper bound of `slots.max() + 1`.
+
+        Raises:
+            ValueError: if the forward needs more slots than `max_slots`.
+        """
+        if visible > self.max_slots:
+            raise ValueError(f"The forward needs {visible} cache slots, but the cache was made for {self.max_slots}.")
+        if visible > self.capacity:
+            self._grow(min(self.max_slots, max(visible, self.capacity + self.capacity // 2 + 64)))
+        self._rows = torch.arange(self.num_rows, device=slots.device)[:, None]
+        self._slots = torch.where(slots < 0, self.capacity, slots)
+        self._visible = visible
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes one layer's `(B, Hkv, q, D)` keys and values; returns views `(B, Hkv, kv, D)` of all visible slots."""
+        if layer_idx not in self._buffers:
+            self._buffers[layer_idx] = (self._allocate(key_states), self._allocate(value_states))
+        views = []
+        for buffer, states in zip(self._buffers[layer_idx], (key_states, value_states), strict=True):
+            buffer[self._rows, :, self._slots] = states.transpose(1, 2)
+            views.append(buffer[: self.num_rows, :, : self._visible])
+        return views[0], views[1]
+
+    def compact(self, keep: list[bool]) -> list[int]:
+        """
+        Drops rows. Kept rows from the end move into the holes, so only as many rows are copied as leave.
+
+        Args:
+            keep (`list[bool]` of length `B`):
+                Which rows stay.
+
+        Returns:
+            `list[int]`: the old index of each new row; every other per-row state must be reordered by it.
+        """
+        order = compaction_order(keep)
+        moves = [(new, old) for new, old in enumerate(order) if new != old]
+        if moves:
+            for keys, values in self._buffers.values():
+                new_rows, old_rows = (torch.tensor(side, device=keys.device) for side in zip(*moves, strict=True))
+                keys[new_rows] = keys[old_rows]
+                values[new_rows] = values[old_rows]
+        self.num_rows = len(order)
+        return order
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: rows have no common length, and position ids are always passed explicitly."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Visible slots and offset, for a first forward of unpadded rows that leaves the mask to the model."""
+        return self._visible, 0
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `(B, Hkv, C, D)` keys and values of one layer."""
+        keys, values = self._buffers[layer_idx]
+        return keys[: self.num_rows, :, : self.capacity], values[: self.num_rows, :, : self.capacity]
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: hidden slots are multiplied by a zero probability, which does not absorb NaN.
+        return states.new_zeros(self.num_rows, states.shape[1], self.capacity + 1, states.shape[-1])
+
+    def _grow(self, capacity: int) -> None:
+        """Moves every buffer into a larger one, one at a time."""
+        old, self.capacity = self.capacity, capacity
+        for layer_idx, buffers in self._buffers.items():
+            grown = []
+            for buffer in buffers:
+                target = self._allocate(buffer)
+                target[:, :, :old] = buffer[: self.num_rows, :, :old]
+                grown.append(target)
+            self._buffers[layer_idx] = (grown[0], grown[1])
+
+
+def compaction_order(keep: list[bool]) -> list[int]:
+    """Old index of each new row when the kept rows behind the new end fill the holes before it."""
+    size = sum(keep)
+    movers = [row for row in range(size, len(keep)) if keep[row]]
+    movers.reverse()
+    return [row if keep[row] else movers.pop() for row in range(size)]
+
+
+def causal_mask(slots: torch.Tensor, visible: int, window: int | None = None) -> torch.Tensor:
+    """
+    Which slots each column sees: all up to its own, or the last `window` of them.
+
+    Args:
+        slots (`torch.LongTensor` of shape `(B, q)`):
+            Slot of each column. Padding columns (-1) see slot 0, so that their softmax stays finite.
+        visible (`int`):
+            Number of slots `kv`.
+        window (`int`, *optional*):
+            Sliding window, the column itself included (the convention of Transformers).
+
+    Returns:
+        `torch.BoolTensor` of shape `(B, 1, q, kv)`: True where the column may look.
+    """
+    keys = torch.arange(visible, device=slots.device)
+    queries = slots.clamp(min=0)[:, None, :, None]
+    mask = keys <= queries
+    if window is not None:
+        mask = mask & (keys > queries - window)
+    return mask
+
+
+class PolicyMasks:
+    """
+    Builds the masks a policy's forward takes, in the form its attention implementation and its layers want.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the policy.
+        dtype (`torch.dtype`):
+            The policy's dtype; eager attention adds its mask in it.
+    """
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
+        text_config = config.get_text_config()
+        self._additive = text_config._attn_implementation == "eager"
+        self._dtype = dtype
+        self._layer_types = sorted(set(getattr(text_config, "layer_types", None) or ()))
+        self._window = getattr(text_config, "sliding_window", None)
+
+    def __call__(self, slots: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """`(B, 1, q, kv)` mask, or one per layer type for policies whose layers differ."""
+        if not self._layer_types:
+            return self._form(causal_mask(slots, visible, self._window))
+        windows = {"full_attention": None, "sliding_attention": self._window}
+        return {kind: self._form(causal_mask(slots, visible, windows[kind])) for kind in self._layer_types}
+
+    def _form(self, mask: torch.Tensor) -> torch.Tensor:
+        if not self._additive:
+            return mask
+        minimum = torch.finfo(self._dtype).min
+        return torch.zeros_like(mask, dtype=self._dtype).masked_fill_(~mask, minimum)

@@ -1,0 +1,146 @@
+"""
+The draft's side of a rollout: its cache of true rows, and the chain of tokens it proposes from the newest one.
+
+Draft row `r` reads the taps of policy position `r` and the token at `r + 1`, sits at RoPE position `r` and predicts the
+token at `r + 2`. Rows with true taps form the trunk. The chain leaves it at the newest row and feeds on its own
+outputs; its keys take the slots behind the trunk, where the true rows overwrite them after the verification.
+
+Shapes: `n` active rows, `q` columns, `F` concatenated tap width, `H` draft hidden size, `V` policy vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..modeling.teacher import PolicyHead
+from .cache import RaggedCache, causal_mask
+
+
+# Rounds of true rows that may wait before they enter the cache although nobody drafts from them.
+MAX_WAITING_ROUNDS = 64
+
+
+class DraftRollout:
+    """
+    State of the draft during one rollout.
+
+    Args:
+        draft ([`Eagle3DraftModel`]):
+            The draft.
+        head ([`PolicyHead`]):
+            Reader of the policy's live input embedding.
+        num_rows (`int`):
+            Rows of the batch.
+        max_positions (`int`):
+            Largest number of positions a row can reach.
+        initial_slots (`int`):
+            Slots to allocate first.
+
+    Attributes:
+        vocab_size (`int`):
+            Width of the scores to propose from: that of the policy's logits, which may be padded beyond the
+            vocabulary.
+    """
+
+    def __init__(self, draft: nn.Module, head: PolicyHead, num_rows: int, max_positions: int, initial_slots: int):
+        self.draft = draft
+        self.head = head
+        self.vocab_size = draft.config.vocab_size
+        self.limit = min(max_positions, draft.config.max_position_embeddings)
+        self.cache = RaggedCache(num_rows, self.limit, min(initial_slots, self.limit))
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._root_hidden: torch.Tensor | None = None
+        self._root: torch.Tensor | None = None
+        self._reach = 0  # host-side upper bound of trunk length over rows
+
+    def room(self, length: int) -> int:
+        """
+        How many tokens can be drafted for a row of `length` real tokens (the pending one included) before the draft's
+        context ends: the chain uses positions `length - 2 .. length - 3 + k`.
+        """
+        return max(self.limit - length + 2, 0)
+
+    def extend(self, taps: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, longest: int) -> None:
+        """
+        Hands over true rows; they enter the cache when a draft is asked for.
+
+        Args:
+            taps (`torch.Tensor` of shape `(n, q, F)`):
+                Concatenated taps of the policy.
+            next_ids (`torch.LongTensor` of shape `(n, q)`):
+                The token after each position.
+            positions (`torch.LongTensor` of shape `(n, q)`):
+                Position of each column, -1 for columns that are padding or were rejected.
+            longest (`int`):
+                Upper bound of `positions.max() + 1`.
+        """
+        positions = torch.where(positions < self.limit, positions, -1)
+        self._reach = min(max(self._reach, longest), self.limit)
+        self._waiting.append((taps, next_ids, positions))
+        if len(self._waiting) > MAX_WAITING_ROUNDS:
+            self._catch_up()
+
+    def propose(self, counts: list[int], choose: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """
+        Drafts a chain of tokens for every row.
+
+        Args:
+            counts (`list[int]` of length `n`):
+                Tokens wanted per row; at most `room` of the row.
+            choose (`Callable`):
+                Called with the step and `(n, V)` fp32 scores, `-inf` outside the draft's vocabulary; returns the
+                drafted tokens `(n,)`.
+
+        Returns:
+            `torch.LongTensor` of shape `(n, max(counts))`.
+        """
+        self._catch_up()
+        wanted = torch.tensor(counts, device=self._root.device)
+        hidden, tokens = self._root_hidden, []
+        for step in range(max(counts)):
+            if step > 0:
+                positions = torch.where(wanted > step, self._root + step, -1)[:, None]
+                embeds = self.head.embed(tokens[-1])[:, None]
+                reach = min(self._reach + step, self.limit)
+                hidden = self._forward(self.draft.feedback(hidden)[:, None], embeds, positions, reach)[:, 0]
+            tokens.append(choose(step, self._scores(hidden)))
+        return torch.stack(tokens, 1)
+
+    def compact(self, keep: list[bool]) -> None:
+        """Drops rows, in the order of [`RaggedCache.compact`]."""
+        device = self._root.device if self._root is not None else self._waiting[0][2].device
+        order = torch.tensor(self.cache.compact(keep), device=device)
+        self._waiting = [tuple(part[order] for part in block) for block in self._waiting]
+        if self._root is not None:
+            self._root, self._root_hidden = self._root[order], self._root_hidden[order]
+
+    def _catch_up(self) -> None:
+        """Writes the waiting true rows into the cache and keeps the output of each row's newest one."""
+        if not self._waiting:
+            return
+        taps, next_ids, positions = (torch.cat(parts, 1) for parts in zip(*self._waiting, strict=True))
+        self._waiting = []
+        outputs = self._forward(self.draft.fuse_taps(taps), self.head.embed(next_ids), positions, self._reach)
+        newest, column = positions.max(1)
+        hidden = outputs[torch.arange(len(outputs), device=outputs.device), column]
+        if self._root is not None:
+            # A row all of whose waiting columns lie beyond the draft's context keeps its old root (never drafted from).
+            stale = newest < 0
+            newest = torch.where(stale, self._root, newest)
+            hidden = torch.where(stale[:, None], self._root_hidden, hidden)
+        self._root, self._root_hidden = newest.clamp(min=0), hidden
+
+    def _forward(self, hidden, embeds, positions, reach: int) -> torch.Tensor:
+        """One draft forward: `(n, q, H)` outputs before the final norm."""
+        self.cache.begin(positions, reach)
+        mask = causal_mask(positions, reach)
+        return self.draft.step(hidden, embeds, positions.clamp(min=0), self.cache, mask)
+
+    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(n, V)` fp32 draft scores in the policy's vocabulary."""
+        logits = self.draft.compute_logits(hidden).float()
+        if logits.shape[-1] == self.vocab_size:
+            return logits
+        scores = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return scores.index_copy_(1, self.draft.target_ids, logits)

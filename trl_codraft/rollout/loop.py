@@ -1,0 +1,306 @@
+"""
+The batched speculative loop: draft, verify in one policy forward, commit, drop finished rows, repeat.
+
+A row's newest token is *pending*: committed, but not yet read by the policy. A round feeds the pending token and the
+drafted ones, so the policy's cache always covers all tokens but the pending one.
+
+Shapes: `B` rows of the prompt batch, `n` rows still active, `w` drafted columns of a round, `q = w + 1`, `V`
+vocabulary, `S` columns of the sequence buffer (left pads included).
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ..modeling.taps import TapRecorder
+from . import sampling
+from .cache import PolicyMasks, RaggedCache, compaction_order
+from .controller import DraftLengthController, FixedDraftLength
+from .criteria import PositionwiseCriteria
+from .drafting import DraftRollout
+from .processors import Prefixes, PositionwiseProcessors
+from .stats import MAX_DRAFT_TOKENS, SpeculativeStats
+
+
+# Slots allocated behind the longest prompt before the caches grow.
+INITIAL_NEW_SLOTS = 128
+
+
+@dataclass
+class SamplingRule:
+    """How tokens are chosen: processors, sampling or greedy, source of randomness (None: the global generator)."""
+
+    processors: PositionwiseProcessors
+    do_sample: bool
+    generator: torch.Generator | None
+
+
+class Rollout:
+    """
+    One call of the loop; see [`SpeculativeDecoder`] for the arguments' meaning.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy.
+        recorder ([`TapRecorder`]):
+            Recorder of the policy's taps.
+        drafting ([`DraftRollout`] or `None`):
+            The draft's state, None when the draft length is fixed at zero.
+        controller ([`FixedDraftLength`] or [`DraftLengthController`]):
+            Chooses the draft length.
+        rule ([`SamplingRule`]):
+            How tokens are chosen.
+        criteria ([`PositionwiseCriteria`]):
+            When rows end.
+        input_ids (`torch.LongTensor` of shape `(B, P)`):
+            Left-padded prompts.
+        attention_mask (`torch.LongTensor` of shape `(B, P)`):
+            Zero at pads.
+        pad_token_id (`int` or `None`):
+            What follows a finished row.
+        synced (`bool`):
+            Whether all ranks must run the same number of policy forwards.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        recorder: TapRecorder,
+        drafting: DraftRollout | None,
+        controller: FixedDraftLength | DraftLengthController,
+        rule: SamplingRule,
+        criteria: PositionwiseCriteria,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        pad_token_id: int | None,
+        synced: bool,
+    ):
+        self.policy, self.recorder, self.drafting, self.controller = policy, recorder, drafting, controller
+        self.rule, self.criteria, self.pad_token_id, self.synced = rule, criteria, pad_token_id, synced
+        self.stats = SpeculativeStats(rows=len(input_ids))
+        self.device = input_ids.device
+        self.attention_mask = attention_mask
+        batch, prompt = input_ids.shape
+        self.prompt_columns = prompt
+        # Room behind the limit for draft columns that do not count in a row close to it.
+        self.sequences = input_ids.new_zeros(batch, criteria.max_length + MAX_DRAFT_TOKENS + 1)
+        self.sequences[:, :prompt] = input_ids
+        self.masks = PolicyMasks(policy.config, policy.dtype)
+        self.cache = RaggedCache(batch, criteria.max_length + MAX_DRAFT_TOKENS, prompt + INITIAL_NEW_SLOTS)
+        # Per active row: index in the batch, columns so far, masked columns (position = column - pads).
+        self.rows = list(range(batch))
+        self.lengths = [prompt] * batch
+        self.pads = (attention_mask == 0).sum(1).tolist()
+        # Per batch row: columns when it left or stopped.
+        self.final = [prompt] * batch
+        self.stopped: list[int | None] = [None] * batch
+
+    def run(self) -> torch.Tensor:
+        """Rolls out every row: `(B, S)` ids as `generate` returns them."""
+        self._prefill()
+        while True:
+            k = self.controller.choose(len(self.rows)) if self.rows and self.drafting is not None else 0
+            if self.synced:
+                active, k = agree(len(self.rows) > 0, k, self.device)
+                if active and not self.rows:
+                    self._idle_forward()
+                    continue
+            if not self.rows:
+                return self._padded()
+            self._round(k)
+
+    def _prefill(self) -> None:
+        """Reads the prompts and commits the first token of each row."""
+        mask = self.attention_mask
+        positions = torch.where(mask != 0, (mask != 0).cumsum(1) - 1, -1)
+        longest = self.prompt_columns - min(self.pads)
+        padded = max(self.pads) > 0
+        ids = self.sequences[:, : self.prompt_columns]
+        logits, taps = self._forward(ids, positions, longest, padded, last_only=True)
+        if not self.cache.is_filled:
+            raise RuntimeError(
+                "The policy did not write its keys into the cache. With gradient checkpointing on in training mode "
+                "Transformers drops the cache: disable it during generation, as TRL does."
+            )
+        # A copy, so that the whole prompt's logits are not kept alive by models without `logits_to_keep`.
+        scores = logits[:, -1].to(torch.float32, copy=True)
+        batch = len(self.rows)
+        rows = torch.arange(batch, device=self.device)
+        tokens, _ = self._choose(scores, rows, torch.full_like(rows, self.prompt_columns))
+        self.sequences[:, self.prompt_columns] = tokens
+        self.stats.policy_forwards += 1
+        if taps is not None:
+            self.drafting.vocab_size = logits.shape[-1]
+            next_ids = self.sequences[:, 1 : self.prompt_columns + 1]
+            self.drafting.extend(taps, next_ids, positions, longest)
+        ends = self.criteria.stops(
+            self.sequences, self.rows, self.lengths, [1] * batch, self.criteria.eos_offsets(tokens[:, None]).tolist()
+        )
+        self._commit([1] * batch, ends)
+
+    def _round(self, k: int) -> None:
+        """Drafts up to `k` tokens per row, verifies them and commits what holds."""
+        start = time.perf_counter()
+        active = len(self.rows)
+        counts = [self._draft_count(k, length, pads) for length, pads in zip(self.lengths, self.pads, strict=True)]
+        width = max(counts)
+        rows = torch.tensor(self.rows, device=self.device)
+        lengths = torch.tensor(self.lengths, device=self.device)
+        drafted, q = self._draft(counts, rows, lengths) if width > 0 else (None, None)
+
+        columns = lengths[:, None] - 1 + torch.arange(width + 1, device=self.device)
+        wanted = torch.tensor(counts, device=self.device)
+        counted = torch.arange(width + 1, device=self.device) <= wanted[:, None]
+        positions = columns - torch.tensor(self.pads, device=self.device)[:, None]
+        longest = max(length - pads for length, pads in zip(self.lengths, self.pads, strict=True)) + width
+        ids = self.sequences[rows[:, None], columns]
+        logits, taps = self._forward(ids, torch.where(counted, positions, -1), longest, padded=True)
+
+        kept, tokens = self._verify(logits, rows, columns + 1, counted, drafted, q, wanted)
+        self.sequences[rows, lengths + kept] = tokens
+        block = self.sequences[rows[:, None], columns + 1]
+        in_block = torch.arange(width + 1, device=self.device) <= kept[:, None]
+        # The one transfer to the host per round.
+        kept_host, eos = torch.stack((kept, self.criteria.eos_offsets(block))).tolist()
+        if taps is not None:
+            self.drafting.extend(taps, block, torch.where(in_block, positions, -1), longest)
+        sizes = [count + 1 for count in kept_host]
+        ends = self.criteria.stops(self.sequences, self.rows, self.lengths, sizes, eos)
+        committed = [
+            size if end is None or not self.criteria.has_eos else end + 1
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+        self.stats.count_round(counts, committed)
+        self.controller.observe(active, counts, kept_host, time.perf_counter() - start)
+        self._commit(committed, ends)
+
+    def _draft_count(self, k: int, length: int, pads: int) -> int:
+        """Draft tokens for a row: within its budget (one token always comes from the policy) and the draft's context."""
+        if self.drafting is None:
+            return 0
+        return max(0, min(k, self.criteria.max_length - length - 1, self.drafting.room(length - pads)))
+
+    def _draft(self, counts: list[int], rows: torch.Tensor, lengths: torch.Tensor):
+        """Drafted tokens `(n, w)`, written into the buffer, and the distributions they came from (None if greedy)."""
+        distributions = []
+
+        def choose(step: int, raw: torch.Tensor) -> torch.Tensor:
+            part = [index for index, count in enumerate(counts) if count > step]
+            some = slice(None) if len(part) == len(counts) else torch.tensor(part, device=self.device)
+            tokens = torch.zeros_like(rows)
+            tokens[some], probabilities = self._choose(raw[some], rows[some], lengths[some] + step, raw[some])
+            if probabilities is not None:
+                # Rows that draft no further get a point mass on their unused token.
+                q = torch.zeros_like(raw)
+                q[:, 0] = 1.0
+                q[some] = probabilities
+                distributions.append(q)
+            self.sequences[rows, lengths + step] = tokens
+            return tokens
+
+        drafted = self.drafting.propose(counts, choose)
+        return drafted, torch.stack(distributions, 1) if distributions else None
+
+    def _choose(self, scores, rows, lengths, raw=None):
+        """
+        One token per (row, prefix length) pair from raw fp32 scores: tokens `(N,)` and, when sampling, the
+        probabilities `(N, V)` they were drawn from. `raw` marks draft scores, which processors may empty.
+        """
+        scores = self.rule.processors(Prefixes(self.sequences, rows, lengths), scores)
+        if not self.rule.do_sample:
+            return scores.argmax(-1), None
+        probabilities = scores.softmax(-1) if raw is None else sampling.draft_distribution(scores, raw)
+        return sampling.draw(probabilities, self.rule.generator), probabilities
+
+    def _verify(self, logits, rows, lengths, counted, drafted, q, counts):
+        """Kept draft tokens `(n,)` and the next token `(n,)`, from `(n, q, V)` logits at prefix lengths `(n, q)`."""
+        flat = counted.flatten()
+        pair_rows = rows[:, None].expand_as(counted).flatten()[flat]
+        prefixes = Prefixes(self.sequences, pair_rows, lengths.flatten()[flat])
+        scores = self.rule.processors(prefixes, logits.flatten(0, 1)[flat].float())
+        if not self.rule.do_sample:
+            best = rows.new_zeros(flat.shape)
+            best[flat] = scores.argmax(-1)
+            best = best.view_as(counted)
+            return sampling.verify_greedy(best, drafted if drafted is not None else best[:, :0], counts)
+        p = scores.new_zeros(len(flat), scores.shape[-1])
+        p[flat] = scores.softmax(-1)
+        p = p.view(*counted.shape, -1)
+        if drafted is None:
+            return torch.zeros_like(rows), sampling.draw(p[:, 0], self.rule.generator)
+        return sampling.verify_sampled(p, q, drafted, counts, self.rule.generator)
+
+    def _forward(self, ids, positions, longest: int, padded: bool, last_only: bool = False):
+        """Policy forward: logits and concatenated taps (None without a draft)."""
+        self.cache.begin(positions, longest)
+        arguments = {
+            "input_ids": ids,
+            "position_ids": positions.clamp(min=0),
+            # Unpadded prompts leave the mask to the model, which then needs none.
+            "attention_mask": self.masks(positions, longest) if padded else None,
+            "cache": self.cache,
+            "use_cache": True,
+        }
+        if last_only and self.policy._supports_logits_to_keep():
+            arguments["logits_to_keep"] = 1
+        if self.drafting is None:
+            return self.policy(**arguments).logits, None
+        with self.recorder.record() as record:
+            logits = self.policy(**arguments).logits
+        return logits, torch.cat(record.taps, -1)
+
+    def _idle_forward(self) -> None:
+        """Keeps a rank without active rows in step with the others' collectives."""
+        self.policy(input_ids=self.sequences[:1, :1], use_cache=False)
+        self.stats.policy_forwards += 1
+
+    def _commit(self, committed: list[int], ends: list[int | None]) -> None:
+        """Advances the rows by their blocks and lets finished ones leave."""
+        for index, row in enumerate(self.rows):
+            start = self.lengths[index]
+            self.lengths[index] += committed[index]
+            if ends[index] is not None and self.stopped[row] is None:
+                self.stopped[row] = start + ends[index] + 1
+            self.final[row] = self.lengths[index]
+        keep = [not leaves for leaves in self._leaving()]
+        if all(keep):
+            return
+        if not any(keep):
+            self.rows, self.lengths, self.pads = [], [], []
+            return
+        order = compaction_order(keep)
+        self.cache.compact(keep)
+        if self.drafting is not None:
+            self.drafting.compact(keep)
+        self.rows = [self.rows[old] for old in order]
+        self.lengths = [self.lengths[old] for old in order]
+        self.pads = [self.pads[old] for old in order]
+
+    def _leaving(self) -> list[bool]:
+        """Which active rows leave: stopped ones, or, where nothing pads them, all at once when the last has stopped."""
+        if self.criteria.has_eos:
+            return [self.stopped[row] is not None for row in self.rows]
+        if any(stop is None for stop in self.stopped):
+            return [length >= self.criteria.max_length for length in self.lengths]
+        return [length >= max(self.stopped) for length in self.lengths]
+
+    def _padded(self) -> torch.Tensor:
+        """The sequences up to the last stop, with pads behind the rows that stopped before."""
+        longest = max(self.stopped)
+        if not self.criteria.has_eos:
+            self.stats.committed -= sum(columns - longest for columns in self.final)
+            return self.sequences[:, :longest].clone()
+        stops = torch.tensor(self.stopped, device=self.device)[:, None]
+        behind = torch.arange(longest, device=self.device) >= stops
+        return self.sequences[:, :longest].masked_fill(behind, self.pad_token_id)
+
+
+def agree(active: bool, k: int, device: torch.device) -> tuple[bool, int]:
+    """Whether any rank has active rows, and the largest draft length a rank asks for (one all-reduce)."""
+    flags = torch.tensor([int(active), k], device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    any_active, longest = flags.tolist()
+    return any_active > 0, longest

@@ -1,0 +1,306 @@
+"""
+Speculative rollouts behind `generate`: the same calls, the same distribution, fewer policy forwards.
+
+Shapes: `B` rows, `P` prompt columns, `S` columns of the result.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+from ..modeling.taps import TapRecorder
+from ..modeling.teacher import PolicyHead
+from .controller import DraftLengthController, FixedDraftLength
+from .criteria import PositionwiseCriteria
+from .drafting import DraftRollout
+from .loop import INITIAL_NEW_SLOTS, Rollout, SamplingRule
+from .processors import PositionwiseProcessors
+from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
+from .support import check_call, refused_reason, unsupported_reason
+
+
+class SpeculativeDecoder:
+    """
+    Batched speculative decoding with a draft, usable as `custom_generate=` of `generate`.
+
+    The committed tokens have exactly the distribution `generate` gives them, whatever the draft (greedy decoding: the
+    same tokens); the draft only decides how many policy forwards they take. Both models are read live at every call.
+
+    Call `generate` through [`~SpeculativeDecoder.bind`]: Transformers drops `synced_gpus`, `streamer`, `tokenizer` and
+    `assistant_model` on the way to a `custom_generate` callable.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy (the base model of a `PeftModel`).
+        draft ([`Eagle3DraftModel`]):
+            The draft, on the policy's device.
+        num_draft_tokens (`int` or `str`, *optional*, defaults to `"auto"`):
+            Tokens drafted per verification, `0..16`; 0 is plain decoding. `"auto"` chooses by measured acceptance and
+            measured time: the same distribution, but not the same samples from the same seed.
+        generator (`torch.Generator`, *optional*):
+            Source of randomness. By default the global generator of the policy's device, as in `generate`.
+        recorder ([`TapRecorder`], *optional*):
+            A recorder of the draft's tap layers that already hangs on the policy; one is made otherwise.
+
+    Attributes:
+        stats ([`SpeculativeStats`]):
+            Counters summed over all calls since the last `stats.reset()`.
+        controller ([`FixedDraftLength`] or [`DraftLengthController`]):
+            Chooses the draft length; has a `state_dict`.
+
+    Raises:
+        ValueError: if the draft length is out of range or the draft does not fit the policy.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        draft: nn.Module,
+        *,
+        num_draft_tokens: int | str = "auto",
+        generator: torch.Generator | None = None,
+        recorder: TapRecorder | None = None,
+    ):
+        if num_draft_tokens == "auto":
+            self.controller = DraftLengthController()
+        elif isinstance(num_draft_tokens, int) and 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            self.controller = FixedDraftLength(num_draft_tokens)
+        else:
+            raise ValueError(
+                f'`num_draft_tokens` must be "auto" or an integer in 0..{MAX_DRAFT_TOKENS}, got {num_draft_tokens!r}.'
+            )
+        vocab_size = policy.config.get_text_config().vocab_size
+        if draft.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"The draft was made for a vocabulary of {draft.config.vocab_size} tokens, the policy has {vocab_size}. "
+                "Use a draft of this policy, or resize neither after creating it."
+            )
+        if recorder is not None and list(recorder.tap_layers) != list(draft.config.tap_layers):
+            raise ValueError(
+                f"The recorder records layers {list(recorder.tap_layers)}, the draft reads "
+                f"{list(draft.config.tap_layers)}. Make the recorder with `draft.config.tap_layers`."
+            )
+        self.policy = policy
+        self.draft = draft
+        self.generator = generator
+        self.stats = SpeculativeStats()
+        self._owns_recorder = recorder is None
+        self._recorder = recorder if recorder is not None else TapRecorder(policy, draft.config.tap_layers)
+        self._head = PolicyHead(policy)
+
+    def close(self) -> None:
+        """Removes the hooks this decoder put on the policy."""
+        if self._owns_recorder:
+            self._recorder.close()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        **model_kwargs,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """
+        The decoding loop, with the arguments `generate` hands to a `custom_generate` callable.
+
+        Returns:
+            `torch.LongTensor` of shape `(B, S)`, or an output with such `sequences` for `return_dict_in_generate`.
+
+        Raises:
+            ValueError: if the policy or the call is not supported; the message says what to set instead.
+        """
+        if model is not self.policy:
+            raise ValueError("This decoder was made for another policy: call `generate` of the model it was made with.")
+        reason = unsupported_reason(self.policy)
+        if reason is not None:
+            raise ValueError(f"Speculative rollouts are not possible here: {reason}")
+        check_call(generation_config, logits_processor, model_kwargs)
+        input_ids = input_ids.to(self.policy.device)
+        attention_mask = self._attention_mask(input_ids, model_kwargs)
+        rule = SamplingRule(PositionwiseProcessors(logits_processor), generation_config.do_sample, self.generator)
+        criteria = PositionwiseCriteria(stopping_criteria, generation_config.max_length, input_ids.device)
+        pad = generation_config._pad_token_tensor
+        # Gathering a sharded embedding is collective: once, before rows of different ranks part ways.
+        with self._head.gathered():
+            drafting = None
+            if self.controller.max_draft_tokens > 0:
+                slots = input_ids.shape[1] + INITIAL_NEW_SLOTS
+                drafting = DraftRollout(self.draft, self._head, len(input_ids), criteria.max_length, slots)
+            rollout = Rollout(
+                self.policy,
+                self._recorder,
+                drafting,
+                self.controller,
+                rule,
+                criteria,
+                input_ids,
+                attention_mask,
+                None if pad is None else pad.item(),
+                synced_gpus,
+            )
+            sequences = rollout.run()
+        self.stats.add(rollout.stats)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    def bind(self, generate: Callable) -> Callable:
+        """
+        Wraps a policy's `generate` so that calls of it run speculatively.
+
+        Args:
+            generate (`Callable`):
+                `policy.generate`, or what stands in its place (an FSDP2-aware wrapper, the `generate` of a
+                `PeftModel`).
+
+        Returns:
+            `Callable`: takes what `generate` takes. Raises `ValueError` for `assistant_model`, `streamer`, beams and
+            whatever else the loop cannot honour.
+        """
+
+        @functools.wraps(generate)
+        def speculative(*args, **kwargs):
+            names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+            kwargs.update(zip(names, args, strict=False))
+            if kwargs.pop("custom_generate", None) is not None:
+                raise ValueError("`custom_generate` is taken by the speculative loop. Drop it.")
+            synced_gpus = kwargs.pop("synced_gpus", None)
+            tokenizer = kwargs.pop("tokenizer", None)
+            reason = refused_reason(kwargs.get("generation_config"), **_without(kwargs, "generation_config"))
+            if reason is not None:
+                raise ValueError(f"Speculative rollouts cannot serve this call: {reason}")
+            loop = functools.partial(self.__call__, synced_gpus=self._synced(synced_gpus))
+            with self._stop_strings_as_criteria(kwargs, tokenizer):
+                return generate(custom_generate=loop, **kwargs)
+
+        return speculative
+
+    def _synced(self, synced_gpus: bool | None) -> bool:
+        """What `generate` would have computed for `synced_gpus`."""
+        if synced_gpus is not None:
+            return synced_gpus
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.policy))
+
+    @contextmanager
+    def _stop_strings_as_criteria(self, kwargs: dict, tokenizer) -> Iterator[None]:
+        """
+        Turns stop strings into a criterion here, where the tokenizer is still at hand; `generate` would look for the
+        tokenizer it dropped.
+        """
+        config = kwargs.get("generation_config")
+        default = self.policy.generation_config
+        strings = kwargs.pop("stop_strings", None)
+        if strings is None and config is not None:
+            strings = config.stop_strings
+        if strings is None:
+            strings = default.stop_strings
+        if strings is None:
+            yield
+            return
+        if tokenizer is None:
+            raise ValueError("`stop_strings` needs the tokenizer: pass `tokenizer=` to `generate`.")
+        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+        kwargs["stopping_criteria"] = criteria
+        if config is not None:
+            kwargs["generation_config"] = copy.deepcopy(config)
+            kwargs["generation_config"].stop_strings = None
+        # `generate` fills unset fields from the model's own configuration.
+        self.policy.generation_config = copy.deepcopy(default)
+        self.policy.generation_config.stop_strings = None
+        try:
+            yield
+        finally:
+            self.policy.generation_config = default
+
+    def _attention_mask(self, input_ids: torch.Tensor, model_kwargs: dict) -> torch.Tensor:
+        """The `(B, P)` padding mask, after checking that the loop's positions are those of the call."""
+        mask = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+        if not bool((mask[:, -1] != 0).all()):
+            raise ValueError("A prompt ends in a pad. Pad prompts on the left (`padding_side='left'`).")
+        positions = model_kwargs.get("position_ids")
+        if positions is not None:
+            expected = ((mask != 0).cumsum(1) - 1).clamp(min=0).expand(len(mask), -1)
+            if positions.shape[-1] != expected.shape[1] or not bool((positions.to(mask.device) == expected).all()):
+                raise ValueError("Custom `position_ids` are not supported: positions follow from `attention_mask`.")
+        return mask
+
+
+def speculative_generate(
+    policy: PreTrainedModel,
+    draft: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    num_draft_tokens: int | str = "auto",
+    generator: torch.Generator | None = None,
+    **generate_kwargs,
+) -> SpeculativeOutput:
+    """
+    Generates as `policy.generate` does, with a draft that saves policy forwards. The distribution of the result is
+    that of `generate`, whatever the draft; greedy decoding returns the same tokens.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy.
+        draft ([`Eagle3DraftModel`]):
+            The draft.
+        input_ids (`torch.LongTensor` of shape `(B, P)`):
+            Left-padded prompts.
+        attention_mask (`torch.LongTensor` of shape `(B, P)`, *optional*):
+            Zero at pads. Inferred as in `generate` if absent.
+        num_draft_tokens (`int` or `str`, *optional*, defaults to `"auto"`):
+            Tokens drafted per verification, see [`SpeculativeDecoder`].
+        generator (`torch.Generator`, *optional*):
+            Source of randomness, the global one by default.
+        **generate_kwargs:
+            Arguments of `generate`.
+
+    Returns:
+        [`SpeculativeOutput`]: `sequences` as `generate` returns them, and the counters of the call.
+
+    Raises:
+        ValueError: if the policy or the call is not supported; the message says what to set instead.
+
+    Example:
+
+    ```python
+    >>> output = speculative_generate(policy, draft, **tokenizer(prompts, return_tensors="pt"), max_new_tokens=64)
+    >>> tokenizer.batch_decode(output.sequences), output.stats.accept_length
+    ```
+    """
+    reason = unsupported_reason(policy)
+    if reason is not None:
+        raise ValueError(f"Speculative rollouts are not possible here: {reason}")
+    decoder = SpeculativeDecoder(policy, draft, num_draft_tokens=num_draft_tokens, generator=generator)
+    try:
+        result = decoder.bind(policy.generate)(input_ids, attention_mask=attention_mask, **generate_kwargs)
+    finally:
+        decoder.close()
+    return SpeculativeOutput(result if isinstance(result, torch.Tensor) else result.sequences, decoder.stats)
+
+
+def _without(mapping: dict, key: str) -> dict:
+    return {name: value for name, value in mapping.items() if name != key}
