@@ -1,11 +1,13 @@
 """From the trainer's configuration to a draft model and the arguments of its training."""
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .config import CoDraftGRPOConfig
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
-from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .modeling.modeling_eagle3 import Eagle3DraftModel, effective_norm_weight
+from .modeling.taps import decoder_of
 from .training import DraftTrainingArguments
 
 
@@ -48,11 +50,27 @@ def build_draft(
     return draft
 
 
+def final_norm_weight(policy: PreTrainedModel) -> torch.Tensor | None:
+    """What the policy's final norm multiplies by, `(Ht,)` in fp32; `None` for a family that names it otherwise."""
+    decoder = decoder_of(policy)
+    for name in ("norm", "final_layernorm", "final_norm"):
+        if isinstance(getattr(decoder, name, None), nn.Module):
+            return effective_norm_weight(getattr(decoder, name), policy.config.get_text_config().hidden_size)
+    return None
+
+
 def compute_dtype(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> torch.dtype:
     """The policy's compute dtype; fp32 where that is fp16, because the draft has no gradient scaler of its own."""
     if args.bf16:
         return torch.bfloat16
     return torch.float32 if args.fp16 or policy.dtype == torch.float16 else policy.dtype
+
+
+def head_dtype(args: CoDraftGRPOConfig) -> torch.dtype | None:
+    """Dtype in which TRL's loss multiplies with the policy's head: autocast's, else that of the weight (`None`)."""
+    if args.cast_lm_head_to_fp32:
+        return torch.float32
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
 def draft_training_arguments(args: CoDraftGRPOConfig, rollout_temperature: float) -> DraftTrainingArguments:

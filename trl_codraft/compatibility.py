@@ -1,5 +1,6 @@
 """What works with what: refusals at construction, reasons why rollouts stay plain, warnings."""
 
+import math
 from typing import TYPE_CHECKING
 
 from accelerate.utils import DistributedType, is_peft_model
@@ -79,7 +80,7 @@ def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
         return "continuous batching (`use_transformers_continuous_batching=True`) has no speculative decoding"
     if trainer.rollout_func is not None:
         return "`rollout_func` generates the rollouts"
-    return unsupported_reason(base_policy(trainer.model), trainer.generation_config)
+    return unsupported_reason(base_policy(trainer.model), trainer.generation_config, training=True)
 
 
 def warn_about_settings(args: CoDraftGRPOConfig, draft_is_fresh: bool) -> None:
@@ -102,12 +103,12 @@ def warn_about_settings(args: CoDraftGRPOConfig, draft_is_fresh: bool) -> None:
 
 def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
     """Warns once when a draft that trains happily cannot be of use."""
-    if metrics["draft/vocab_coverage"] < 0.9:
+    if metrics.get("draft/vocab_coverage", 1.0) < 0.9:
         logger.warning_once(
             f"Only {metrics['draft/vocab_coverage']:.0%} of the policy's probability lies in the draft vocabulary: "
             "the rest can never be drafted. Raise `draft_vocab_size`."
         )
-    if not draft_is_fresh and metrics["draft/accept_length_sim"] < 1.05:
+    if not draft_is_fresh and metrics.get("draft/accept_length_sim", math.inf) < 1.05:
         logger.warning_once(
             f"The loaded draft's simulated accept length is {metrics['draft/accept_length_sim']:.2f}: it proposes "
             "almost nothing that the policy accepts. Check that it was trained for this policy and that its tap "

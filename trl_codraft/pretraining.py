@@ -5,6 +5,7 @@ Nothing here calls a reward function or an environment, and every random state i
 one it would have been without.
 """
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -187,9 +188,8 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
             trainer.draft_trainer.accumulate(source.record(queue.pop(0)))
             metrics = trainer.draft_trainer.step()
             trainer.draft_pretraining_log.append(metrics)
-            progress.set_postfix(
-                loss=f"{metrics['draft/loss']:.3f}", accept_length_sim=f"{metrics['draft/accept_length_sim']:.2f}"
-            )
+            shown = {"loss": "draft/loss", "accept_length_sim": "draft/accept_length_sim"}
+            progress.set_postfix({label: f"{metrics.get(name, math.nan):.3f}" for label, name in shown.items()})
 
 
 def initialize_fresh_draft(trainer: "CoDraftGRPOTrainer", source: PolicyRollouts) -> None:
@@ -210,4 +210,8 @@ def initialize_fresh_draft(trainer: "CoDraftGRPOTrainer", source: PolicyRollouts
         special = [*trainer._tokenizer.all_special_ids, *trainer.eos_token_ids]
         draft.set_vocab(choose_draft_vocab(count_tokens(trainer, rollouts), draft.config.draft_vocab_size, special))
     batch = source.record(rollouts[: args.per_device_train_batch_size])
-    draft.initialize_from_policy(trainer.policy_head, tap_scales=measure_tap_scales(trainer, batch))
+    draft.initialize_from_policy(
+        trainer.policy_head,
+        final_norm_weight=trainer.final_norm_weight,
+        tap_scales=measure_tap_scales(trainer, batch),
+    )

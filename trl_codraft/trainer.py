@@ -28,7 +28,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from .building import build_draft, draft_training_arguments
+from .building import build_draft, draft_training_arguments, final_norm_weight, head_dtype
 from .compatibility import (
     base_policy,
     plain_rollout_reason,
@@ -44,6 +44,7 @@ from .modeling.taps import TapRecorder
 from .modeling.teacher import PolicyHead
 from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
 from .rollout.speculative import SpeculativeDecoder
+from .rollout.stats import SpeculativeStats
 from .training import DraftTrainer
 
 
@@ -154,14 +155,18 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def _init_draft(self, source: str | Eagle3DraftModel | None) -> None:
         refuse_unsupported(self)
         policy = base_policy(self.model)
-        self.policy_head = PolicyHead(policy, cast_to_fp32=self.args.cast_lm_head_to_fp32)
+        self.policy_head = PolicyHead(policy, compute_dtype=head_dtype(self.args))
+        # Read before the policy may be sharded.
+        self.final_norm_weight = final_norm_weight(policy)
         self._draft_is_fresh = source is None
         with preserved_random_state():
             self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
         self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
         self._draft_batch = None
         self._draft_checkpoint: str | None = None
-        self._decoder = SpeculativeDecoder(policy, self.draft_model, num_draft_tokens=self.args.num_draft_tokens)
+        self._decoder = SpeculativeDecoder(
+            policy, self.draft_model, num_draft_tokens=self.args.num_draft_tokens, recorder=self.recorder
+        )
         self._speculation_on = self._resolve_speculation()
         self._reset_rollout_tally()
         self._draft_seconds = 0.0
@@ -294,16 +299,15 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def _log_rollout(self) -> None:
         """Sums the counters of all ranks, then divides. Tool loops end at different turns on different ranks."""
-        mode = "train" if self.model.training else "eval"
         device = self.accelerator.device
-        seconds = torch.tensor([self._rollout_seconds], dtype=torch.float64, device=device)
-        tokens = torch.tensor([self._rollout_tokens], dtype=torch.float64, device=device)
-        tokens_per_second = self._sum_over_ranks(tokens) / self.accelerator.gather(seconds).max().clamp(min=1e-9)
-        metrics = self._decoder.stats.summed(self._sum_over_ranks, device).metrics()
-        metrics["rollout/tokens_per_second"] = tokens_per_second.item()
+        tally = torch.tensor([self._rollout_tokens, self._rollout_seconds], dtype=torch.float64, device=device)
+        counters = self._sum_over_ranks(torch.cat([tally[:1], self._decoder.stats.as_tensor().to(device)]))
+        seconds = self.accelerator.gather(tally[1:]).max().item()
+        metrics = rollout_metrics(SpeculativeStats.from_tensor(counters[1:]))
+        metrics["rollout/tokens_per_second"] = counters[0].item() / max(seconds, 1e-9)
         metrics["rollout/speculation_on"] = float(self._speculation_on)
         for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
         self._reset_rollout_tally()
 
     def _reset_rollout_tally(self) -> None:
@@ -357,7 +361,10 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.draft_trainer is not None and self.args.should_save:
-            state = {"draft_trainer": self.draft_trainer.state_dict(), "controller": self._decoder.state_dict()}
+            state = {
+                "draft_trainer": self.draft_trainer.state_dict(),
+                "controller": self._decoder.controller.state_dict(),
+            }
             torch.save(state, Path(output_dir) / DRAFT_FOLDER / DRAFT_STATE_NAME)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -389,11 +396,27 @@ class CoDraftGRPOTrainer(GRPOTrainer):
                 f"{folder} holds the draft's weights but not the state of its optimizer (`save_only_model=True`): its "
                 "moments and schedule start anew."
             )
-            self.draft_trainer.load_weights(Eagle3DraftModel.from_pretrained(str(folder)))
+            self.draft_model.load_state_dict(Eagle3DraftModel.from_pretrained(str(folder)).state_dict())
+            self.draft_trainer.refresh_rollout_draft()
             return
         state = torch.load(folder / DRAFT_STATE_NAME, map_location=self.accelerator.device, weights_only=True)
         self.draft_trainer.load_state_dict(state["draft_trainer"])
-        self._decoder.load_state_dict(state["controller"])
+        self._decoder.controller.load_state_dict(state["controller"])
+
+
+def rollout_metrics(stats: SpeculativeStats) -> dict[str, float]:
+    """The metrics of rollouts that are ratios of summed counters."""
+    metrics = {
+        "rollout/accept_length": stats.accept_length,
+        "rollout/tokens_per_row_forward": stats.tokens_per_row_forward,
+        "rollout/num_draft_tokens": stats.num_draft_tokens,
+        "rollout/policy_forwards": float(stats.policy_forwards),
+    }
+    # Positions that were never accepted at the far end say nothing; position 0 always does.
+    used = max([i + 1 for i, accepted in enumerate(stats.accepted_per_position) if accepted], default=1)
+    for position, rate in enumerate(stats.accept_rate_per_position[:used]):
+        metrics[f"rollout/accept_rate_pos_{position}"] = rate
+    return metrics
 
 
 class _StartDraft(TrainerCallback):

@@ -1,0 +1,184 @@
+"""Checkpoints, resume, best model and the Hub carry the draft."""
+
+import json
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from grpo_runs import assert_same_run, codraft_trainer, plain_trainer, prompt_dataset, weights
+from transformers import TrainerCallback
+
+from trl_codraft import Eagle3DraftModel, validate_draft
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+def draft_state(trainer):
+    """Weights, vocabulary, moments, schedule and counters of the draft, flattened for comparison."""
+    state = trainer.draft_trainer.state_dict()
+    flat = {f"draft.{name}": value for name, value in state["draft"].items()}
+    for index, moments in state["optimizer"]["state"].items():
+        flat |= {f"moment.{index}.{name}": value for name, value in moments.items()}
+    flat["target_ids"] = state["target_ids"]
+    return flat, (state["scheduler"], state["num_updates"])
+
+
+def assert_same_draft(first, second):
+    ours, our_counters = draft_state(first)
+    theirs, their_counters = draft_state(second)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert our_counters == their_counters
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    trainer = codraft_trainer(
+        tmp_path_factory.mktemp("whole"), draft_vocab_size=48, draft_pretrain_steps=2, **SAVING
+    )
+    trainer.train()
+    return trainer
+
+
+def test_resumed_run_equals_the_uninterrupted_one(whole_run, tmp_path):
+    """Speculative rollouts on, integer number of draft tokens, resume at a generation-window boundary."""
+    resumed = codraft_trainer(tmp_path, draft_vocab_size=48, draft_pretrain_steps=2, **SAVING)
+    resumed.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir) / "checkpoint-2"))
+    assert resumed.draft_pretraining_log == []
+    assert_same_run(resumed, whole_run)
+    assert_same_draft(resumed, whole_run)
+
+
+def test_checkpoint_holds_a_valid_draft(whole_run):
+    folder = Path(whole_run.args.output_dir) / "checkpoint-4" / "draft"
+    assert validate_draft(str(folder), policy=whole_run.model) == []
+    loaded = Eagle3DraftModel.from_pretrained(str(folder), policy=whole_run.model)
+    own = whole_run.draft_model.state_dict()
+    assert loaded.state_dict().keys() == own.keys()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value.to(own[name].dtype), own[name]), name
+
+
+def test_save_model_writes_policy_and_draft(whole_run, tmp_path):
+    whole_run.save_model(str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert validate_draft(str(tmp_path / "out" / "draft")) == []
+    assert not (tmp_path / "out" / "draft" / "draft_state.pt").exists()
+
+
+def test_save_total_limit_and_save_only_model(tmp_path):
+    trainer = codraft_trainer(
+        tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, save_only_model=True
+    )
+    trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert (tmp_path / "checkpoint-3" / "draft" / "model.safetensors").is_file()
+    assert not (tmp_path / "checkpoint-3" / "draft" / "draft_state.pt").exists()
+
+
+def test_resume_from_a_model_only_checkpoint_takes_its_draft(tmp_path):
+    first = codraft_trainer(tmp_path / "first", save_strategy="steps", save_steps=2, max_steps=2)
+    first.train()
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    (checkpoint / "draft" / "draft_state.pt").unlink()
+    second = codraft_trainer(tmp_path / "second", max_steps=2)
+    second.train(resume_from_checkpoint=str(checkpoint))
+    for name, value in first.draft_model.state_dict().items():
+        assert torch.equal(second.draft_model.state_dict()[name], value), name
+
+
+def test_resume_from_a_plain_grpo_checkpoint_starts_a_draft(tmp_path):
+    plain = plain_trainer(tmp_path / "plain", save_strategy="steps", save_steps=2, max_steps=2)
+    plain.train()
+    ours = codraft_trainer(tmp_path / "ours", max_steps=4)
+    ours.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert ours.state.global_step == 4
+    assert ours.draft_trainer.num_updates == 2
+
+
+class KeepDrafts(TrainerCallback):
+    """Copies the draft's weights at each save."""
+
+    def __init__(self):
+        self.trainer, self.drafts = None, {}
+
+    def on_save(self, args, state, control, **kwargs):
+        values = self.trainer.draft_model.state_dict().items()
+        self.drafts[state.global_step] = {name: value.clone() for name, value in values}
+
+
+def test_load_best_model_restores_its_draft(tmp_path):
+    keep = KeepDrafts()
+    trainer = codraft_trainer(
+        tmp_path,
+        trainer={"eval_dataset": prompt_dataset(copies=1).select(range(4)), "callbacks": [keep]},
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        per_device_eval_batch_size=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="rollout/speculation_on",
+        greater_is_better=True,
+    )
+    keep.trainer = trainer
+    trainer.train()
+    # All steps score alike, so the first one is the best.
+    assert trainer.state.best_global_step == 1
+    for name, value in trainer.draft_model.state_dict().items():
+        assert torch.equal(value, keep.drafts[1][name]), name
+    rollout_head = trainer.draft_trainer.rollout_draft.lm_head.weight
+    assert torch.equal(rollout_head.float(), keep.drafts[1]["lm_head.weight"])
+    assert not torch.equal(keep.drafts[1]["lm_head.weight"], keep.drafts[3]["lm_head.weight"])
+
+
+def test_push_to_hub_carries_the_draft(tmp_path, monkeypatch):
+    uploads = []
+
+    def upload(folder_path, **kwargs):
+        files = sorted(str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file())
+        uploads.append((kwargs.get("path_in_repo"), [name for name in files if not name.startswith("checkpoint")]))
+        return MagicMock()
+
+    api = MagicMock()
+    api.upload_folder.side_effect = upload
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
+    monkeypatch.setattr(
+        "transformers.trainer.Trainer.init_hf_repo", lambda self, *a, **k: setattr(self, "hub_model_id", "me/policy")
+    )
+    trainer = codraft_trainer(
+        tmp_path, save_strategy="steps", save_steps=2, max_steps=2, push_to_hub=True, hub_strategy="every_save"
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert len(uploads) >= 2
+    for _, files in uploads:
+        assert "draft/model.safetensors" in files
+        assert "draft/config.json" in files
+        assert "draft/draft_state.pt" not in files
+
+
+def test_without_draft_nothing_of_it_is_written(tmp_path):
+    trainer = codraft_trainer(tmp_path, use_draft=False, save_strategy="steps", save_steps=3)
+    trainer.train()
+    trainer.save_model()
+    assert not list(tmp_path.rglob("draft*"))
+    assert "codraft" not in (tmp_path / "checkpoint-3" / "README.md").read_text() if (
+        tmp_path / "checkpoint-3" / "README.md"
+    ).exists() else True
+    with pytest.raises(ValueError, match="use_draft=False"):
+        trainer.save_draft(tmp_path / "draft")
+
+
+def test_warm_start_continues_from_a_saved_draft(whole_run, tmp_path):
+    folder = tmp_path / "draft"
+    whole_run.save_draft(folder)
+    trainer = codraft_trainer(tmp_path / "run", draft_model_name_or_path=str(folder), draft_tap_layers=None)
+    for name, value in trainer.draft_model.state_dict().items():
+        assert torch.equal(value, whole_run.draft_model.state_dict()[name]), name
+    trainer.train()
+    assert trainer.draft_trainer.num_updates == 3
+    assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == 48
+    assert not torch.equal(weights(trainer)["lm_head.weight"], weights(whole_run)["lm_head.weight"])

@@ -1,0 +1,117 @@
+"""Every draft field through `TrlParser`, and the refusals of the configuration."""
+
+from dataclasses import fields
+
+import pytest
+import yaml
+from grpo_runs import settings
+from trl import GRPOConfig, TrlParser
+
+from trl_codraft import CoDraftGRPOConfig
+
+
+# field -> (text on the command line, value in YAML, value after parsing)
+VALUES = {
+    "use_draft": ("false", False, False),
+    "draft_model_name_or_path": ("me/draft", "me/draft", "me/draft"),
+    "draft_train": ("false", False, False),
+    "draft_tap_layers": ("1 2 3", [1, 2, 3], [1, 2, 3]),
+    "draft_num_hidden_layers": ("2", 2, 2),
+    "draft_vocab_size": ("64", 64, 64),
+    "draft_fc_norm": ("true", True, True),
+    "draft_norm_output": ("true", True, True),
+    "draft_ttt_steps": ("7", 7, 7),
+    "draft_ttt_decay": ("0.5", 0.5, 0.5),
+    "draft_detach_passes": ("true", True, True),
+    "draft_teacher_temperature": ("0.7", 0.7, 0.7),
+    "draft_learning_rate": ("1e-4", 1e-4, 1e-4),
+    "draft_pretrain_learning_rate": ("2e-4", 2e-4, 2e-4),
+    "draft_lr_scheduler_type": ("cosine", "cosine", "cosine"),
+    "draft_warmup_steps": ("3", 3, 3),
+    "draft_weight_decay": ("0.1", 0.1, 0.1),
+    "draft_max_grad_norm": ("0.5", 0.5, 0.5),
+    "draft_loss_chunk_size": ("128", 128, 128),
+    "draft_train_on_prompt": ("true", True, True),
+    "draft_pretrain_steps": ("5", 5, 5),
+    "speculative_rollouts": ("true", True, "true"),
+    "num_draft_tokens": ("3", 3, 3),
+    "context_parallel_size": ("1", 1, 1),
+    "context_parallel_layout": ("hybrid", "hybrid", "hybrid"),
+    "context_parallel_trunk": ("ring", "ring", "ring"),
+    "pipeline_parallel_size": ("1", 1, 1),
+    "pipeline_schedule": ("1F1B", "1F1B", "1F1B"),
+    "layers_per_stage": (None, None, None),
+    "tap_channel_slots": (None, None, None),
+}
+OWN_FIELDS = {spec.name for spec in fields(CoDraftGRPOConfig)} - {spec.name for spec in fields(GRPOConfig)}
+BASE = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+
+
+def parse(arguments):
+    (config,) = TrlParser(CoDraftGRPOConfig).parse_args_and_config(arguments)
+    return config
+
+
+def test_every_own_field_is_listed_and_has_help():
+    assert OWN_FIELDS == set(VALUES)
+    for spec in fields(CoDraftGRPOConfig):
+        if spec.name in OWN_FIELDS:
+            assert spec.metadata["help"] % () == spec.metadata["help"]
+
+
+def test_no_arguments_give_the_defaults(tmp_path):
+    config = parse(["--output_dir", str(tmp_path), *BASE])
+    for spec in fields(CoDraftGRPOConfig):
+        if spec.name in OWN_FIELDS:
+            assert getattr(config, spec.name) == spec.default
+
+
+def test_all_fields_on_the_command_line(tmp_path):
+    arguments = ["--output_dir", str(tmp_path), *BASE]
+    for name, (text, _, _) in VALUES.items():
+        if text is not None:
+            arguments += [f"--{name}", *text.split()]
+    config = parse(arguments)
+    assert {name: getattr(config, name) for name in VALUES} == {name: value[2] for name, value in VALUES.items()}
+
+
+def test_all_fields_in_yaml(tmp_path):
+    path = tmp_path / "config.yaml"
+    content = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+    content.update({name: value[1] for name, value in VALUES.items() if value[1] is not None})
+    path.write_text(yaml.safe_dump(content))
+    config = parse(["--config", str(path)])
+    assert {name: getattr(config, name) for name in VALUES} == {name: value[2] for name, value in VALUES.items()}
+
+
+def test_plain_grpo_config_gets_the_drafts_defaults_without_a_second_post_init(tmp_path):
+    plain = GRPOConfig(**settings(tmp_path))
+    config = CoDraftGRPOConfig.from_grpo_config(plain)
+    assert config.generation_batch_size == plain.generation_batch_size
+    assert config.draft_ttt_steps == 4
+    assert CoDraftGRPOConfig.from_grpo_config(config) is config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_draft_tokens": "0"}, "speculative_rollouts='false'"),
+        ({"num_draft_tokens": "many"}, "must be 'auto' or an integer"),
+        ({"speculative_rollouts": "maybe"}, "must be 'auto', 'true' or 'false'"),
+        ({"draft_ttt_steps": 0}, "`draft_ttt_steps` must be at least 1"),
+        ({"draft_ttt_decay": 0.0}, "`draft_ttt_decay` must be positive"),
+        ({"draft_teacher_temperature": 0.0}, "`draft_teacher_temperature` must be positive"),
+        ({"draft_lr_scheduler_type": "zigzag"}, "must be one of"),
+        ({"full_determinism": True}, "Set `num_draft_tokens` to an integer"),
+        ({"context_parallel_size": 2}, "`context_parallel_size=2` is not available yet"),
+        ({"context_parallel_layout": "document"}, "`context_parallel_layout='document'` is not available yet"),
+        ({"context_parallel_trunk": "gather_once"}, "`context_parallel_trunk='gather_once'` is not available yet"),
+        ({"pipeline_parallel_size": 2}, "`pipeline_parallel_size=2` is not available yet"),
+        ({"pipeline_schedule": "GPipe"}, "`pipeline_schedule='GPipe'` is not available yet"),
+        ({"layers_per_stage": [2, 2]}, r"`layers_per_stage=\[2, 2\]` is not available yet"),
+        ({"tap_channel_slots": 4}, "`tap_channel_slots=4` is not available yet"),
+    ],
+)
+def test_refused_value(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        CoDraftGRPOConfig(**settings(tmp_path, **overrides))

@@ -1,0 +1,187 @@
+"""What cannot be supported raises at construction, or rolls out plainly with a warning, and says what to change."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from grpo_runs import codraft_trainer, draft_settings, prompt_dataset
+from peft import PromptTuningConfig
+from tiny import SIZES, tiny_policy, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin
+
+from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft.compatibility import plain_rollout_reason, refuse_unsupported
+from trl_codraft.modeling.taps import decoder_of
+
+
+class TextOnlyProcessor(ProcessorMixin):
+    """The smallest thing that TRL takes for the processor of a vision-language model."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+
+def fake_trainer(policy=None, **overrides):
+    accelerator = SimpleNamespace(
+        distributed_type=overrides.pop("distributed_type", DistributedType.NO),
+        is_fsdp2=overrides.pop("is_fsdp2", False),
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=overrides.pop("zero_stage", 0))),
+    )
+    values = {
+        "model": tiny_policy() if policy is None else policy,
+        "_is_vlm": False,
+        "accelerator": accelerator,
+        "use_vllm": False,
+        "use_transformers_continuous_batching": False,
+        "rollout_func": None,
+        "generation_config": None,
+        **overrides,
+    }
+    return SimpleNamespace(**values)
+
+
+def test_vision_language_policy_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="vision-language model.*use_draft=False"):
+        codraft_trainer(tmp_path, trainer={"processing_class": TextOnlyProcessor(tiny_tokenizer())})
+
+
+def test_prompt_learning_is_refused(tmp_path):
+    peft_config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="PROMPT_TUNING.*Use LoRA"):
+        codraft_trainer(tmp_path, trainer={"peft_config": peft_config})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"distributed_type": DistributedType.DEEPSPEED, "zero_stage": 3}, "ZeRO-3.*FSDP2"),
+        ({"distributed_type": DistributedType.FSDP, "is_fsdp2": False}, "FSDP1.*fsdp_version: 2"),
+    ],
+    ids=["zero3", "fsdp1"],
+)
+def test_sharding_that_hides_the_head_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported(fake_trainer(**overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"distributed_type": DistributedType.DEEPSPEED, "zero_stage": 2},
+        {"distributed_type": DistributedType.FSDP, "is_fsdp2": True},
+        {"distributed_type": DistributedType.MULTI_GPU},
+    ],
+    ids=["zero2", "fsdp2", "ddp"],
+)
+def test_supported_parallelism_is_not_refused(overrides):
+    refuse_unsupported(fake_trainer(**overrides))
+
+
+def test_encoder_decoder_is_refused():
+    config = AutoConfig.for_model("t5", d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2, vocab_size=32)
+    from transformers import T5ForConditionalGeneration
+
+    with pytest.raises(ValueError, match="encoder-decoder.*use_draft=False"):
+        decoder_of(T5ForConditionalGeneration(config))
+
+
+def test_model_without_a_list_of_layers_is_refused():
+    config = AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=32)
+    with pytest.raises(ValueError, match="list of `layers`.*use_draft=False"):
+        decoder_of(AutoModelForCausalLM.from_config(config))
+
+
+def test_both_ways_of_naming_a_draft_are_refused(tmp_path):
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(tiny_policy().config, tap_layers=[1, 2, 3]))
+    from grpo_runs import CoDraftGRPOConfig, CoDraftGRPOTrainer, letter_reward, settings
+
+    arguments = {
+        "model": tiny_policy(),
+        "reward_funcs": letter_reward,
+        "train_dataset": prompt_dataset(),
+        "processing_class": tiny_tokenizer(),
+        "draft_model": draft,
+    }
+    args = CoDraftGRPOConfig(**settings(tmp_path, draft_model_name_or_path="me/draft"))
+    with pytest.raises(ValueError, match="Both `draft_model` and `draft_model_name_or_path`"):
+        CoDraftGRPOTrainer(args=args, **arguments)
+    args = CoDraftGRPOConfig(**settings(tmp_path, use_draft=False))
+    with pytest.raises(ValueError, match="use_draft=False"):
+        CoDraftGRPOTrainer(args=args, **arguments)
+
+
+def test_draft_of_another_policy_is_refused(tmp_path):
+    other = tiny_policy(hidden_size=48)
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(other.config, tap_layers=[1, 2, 3]))
+    with pytest.raises(ValueError, match="hidden"):
+        codraft_trainer(tmp_path, trainer={"draft_model": draft})
+
+
+PLAIN = [
+    ({"use_vllm": True}, "vLLM generates the rollouts"),
+    ({"use_transformers_continuous_batching": True}, "continuous batching"),
+    ({"rollout_func": lambda prompts, trainer: {}}, "`rollout_func` generates the rollouts"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason"), PLAIN, ids=["vllm", "continuous-batching", "rollout-func"])
+def test_generation_by_others_gives_plain_rollouts(overrides, reason):
+    assert reason in plain_rollout_reason(fake_trainer(**overrides))
+
+
+def test_plain_rollouts_warn_once_and_name_the_reason(tmp_path, caplog):
+    policy = tiny_policy(attention_dropout=0.1)
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        trainer = codraft_trainer(tmp_path, policy)
+    assert not trainer._speculation_on
+    assert sum("disable_dropout" in record.getMessage() for record in caplog.records) == 1
+    trainer.train()
+    assert {entry["rollout/speculation_on"] for entry in trainer.state.log_history if "loss" in entry} == {0.0}
+    assert any("draft/loss" in entry for entry in trainer.state.log_history)
+
+
+def test_speculation_asked_for_but_impossible_raises(tmp_path):
+    policy = tiny_policy(attention_dropout=0.1)
+    with pytest.raises(ValueError, match="speculative_rollouts='true'.*disable_dropout"):
+        codraft_trainer(tmp_path, policy, speculative_rollouts="true")
+
+
+def test_rollout_func_still_trains_the_draft(tmp_path):
+    def rollout(prompts, trainer):
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
+        completion_ids = [[8 + (len(ids) + step) % 90 for step in range(6)] + [2] for ids in prompt_ids]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+    trainer = codraft_trainer(tmp_path, trainer={"rollout_func": rollout})
+    assert not trainer._speculation_on
+    trainer.train()
+    assert [entry["draft/loss"] > 0 for entry in trainer.state.log_history if "draft/loss" in entry] == [True] * 3
+
+
+def test_fresh_draft_without_pretraining_warns(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        codraft_trainer(tmp_path)
+    assert any("draft_pretrain_steps" in record.getMessage() for record in caplog.records)
+
+
+def test_save_steps_off_the_generation_window_warn(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        codraft_trainer(tmp_path, steps_per_generation=4, save_strategy="steps", save_steps=1)
+    assert any("`save_steps=1` does not fall on the boundary" in record.getMessage() for record in caplog.records)
+
+
+def test_tap_layers_that_do_not_exist_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=str(SIZES["num_hidden_layers"])):
+        codraft_trainer(tmp_path, **draft_settings(draft_tap_layers=[1, 2, 9]))
+
+
+def test_draft_stays_out_of_the_policy(tmp_path):
+    """The policy's parameters, and so its optimizer, gradient norm and checkpoints, do not contain the draft."""
+    trainer = codraft_trainer(tmp_path)
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    assert own.isdisjoint(id(parameter) for parameter in trainer.draft_model.parameters())
+    names = set(tiny_policy().state_dict())
+    assert set(trainer.model.state_dict()) == names
+    assert torch.equal(trainer.model.model.embed_tokens.weight, tiny_policy().model.embed_tokens.weight)
