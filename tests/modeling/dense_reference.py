@@ -15,8 +15,9 @@ def rms_norm(x, weight, eps):
 def rotate(x, positions, theta):
     """`x` `(n, heads, D)` turned by Llama's rotary embedding."""
     half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=x.dtype) / half)
-    angle = (positions[:, None].to(x.dtype) * frequency)[:, None, :]
+    # Llama defines the frequencies in float32, as constants of the model.
+    frequency = 1.0 / theta ** (torch.arange(0, 2 * half, 2, dtype=torch.float32) / (2 * half))
+    angle = (positions[:, None].to(x.dtype) * frequency.to(x.dtype))[:, None, :]
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)
 
@@ -86,6 +87,8 @@ def dense_loss(
     loss_sum = 0.0
     for doc in documents:
         n, trained = doc["input_ids"].numel(), doc["trained"].tolist()
+        if n == 0:
+            continue
         outputs = unroll_document(w, config, doc["taps"], embedding[doc["input_ids"]], num_passes)
         students = [rms_norm(h, w["norm.weight"], config.rms_norm_eps) @ w["lm_head.weight"].T for h in outputs]
         teacher = teacher_logits(doc["last_hidden"])
@@ -101,7 +104,7 @@ def dense_loss(
                 taught.add(r + 1 + s)
                 p_rollout = (t / rollout_temperature).softmax(-1)[ids]
                 q_rollout = (z / rollout_temperature).softmax(-1)
-                accepted *= float(torch.minimum(p_rollout, q_rollout).sum())
+                accepted *= float(torch.minimum(p_rollout, q_rollout).detach().sum())
                 products.append(accepted)
                 if int(t.argmax()) not in ids.tolist():
                     counters["masked_rows"] += 1
@@ -109,7 +112,7 @@ def dense_loss(
                 p = (t[ids] / teacher_temperature).softmax(-1)
                 cross_entropy = -(p * (z / teacher_temperature).log_softmax(-1)).sum()
                 loss_sum = loss_sum + decay**s * cross_entropy
-                counters["loss"][s] += float(cross_entropy)
+                counters["loss"][s] += float(cross_entropy.detach())
                 counters["rows"][s] += 1
                 counters["top1"][s] += int(ids[z.argmax()] == t.argmax())
             if complete:

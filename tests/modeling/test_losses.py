@@ -34,7 +34,7 @@ def reference(draft, head, documents, **kwargs):
         return 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}, counters
     grads = torch.autograd.grad(loss, [weights[name] for name in names], allow_unused=True)
     grads = [torch.zeros_like(weights[n]) if g is None else g for n, g in zip(names, grads, strict=True)]
-    return float(loss), dict(zip(names, grads, strict=True)), counters
+    return loss.item(), dict(zip(names, grads, strict=True)), counters
 
 
 def fused(draft, head, batch, chunk_size=7, factor=1.0, **kwargs):
@@ -46,7 +46,7 @@ def fused(draft, head, batch, chunk_size=7, factor=1.0, **kwargs):
 
 def assert_close(actual, expected, tolerance, what):
     """Relative to the largest entry, as a gradient's zeros carry the rounding of their neighbours."""
-    actual, expected = torch.as_tensor(actual).double(), torch.as_tensor(expected).double()
+    actual, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (actual, expected))
     error = float((actual - expected).abs().max())
     assert error <= tolerance * max(1.0, float(expected.abs().max())), f"{what}: off by {error}"
 
@@ -93,7 +93,7 @@ def test_loss_equals_dense_reference_on_packs_without_rows_in_some_pass(case, nu
     batch, documents = microbatch(draft.config, *case, num_passes)
     result, grads = assert_matches(draft, head, batch, documents, 1e-10, num_passes=num_passes)
     if case is NOTHING_TRAINED:
-        assert float(result.loss_sum) == 0
+        assert result.loss_sum.item() == 0
         assert all(float(grad.abs().max()) == 0 for grad in grads.values())
 
 
@@ -123,7 +123,7 @@ def test_bf16_compute_stays_near_fp64_and_ignores_autocast():
     loss, expected, _ = reference(draft, head, documents)
     draft.compute_dtype = torch.bfloat16
     result, grads = fused(draft, head, batch)
-    assert float(result.loss_sum) == pytest.approx(loss, rel=0.03)
+    assert result.loss_sum.item() == pytest.approx(loss, rel=0.03)
     for name, grad in grads.items():
         difference = (grad.double() - expected[name]).norm() / expected[name].norm()
         assert float(difference) < 0.15, name
@@ -131,7 +131,7 @@ def test_bf16_compute_stays_near_fp64_and_ignores_autocast():
     plain, _ = fused(draft, head, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under_autocast, _ = fused(draft, head, batch)
-    assert float(plain.loss_sum) == float(under_autocast.loss_sum)
+    assert plain.loss_sum.item() == under_autocast.loss_sum.item()
 
 
 def test_second_backward_raises_instead_of_scaling_twice():

@@ -98,7 +98,7 @@ def draft_loss(
         rows = []
         for s in range(num_passes):
             index = torch.searchsorted(batch.layout.query_rows(s), roots[s])
-            rows.append(draft.norm(hidden[s][index]))
+            rows.append(draft.norm(hidden[s][index], draft.compute_dtype))
         sweep = TeacherSweep.plan(roots, chunk_size)
         loss_sum, counters = fused_soft_cross_entropy(
             rows,
