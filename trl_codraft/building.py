@@ -5,6 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .config import CoDraftGRPOConfig
+from .modeling.checkpoint import check_fits_policy
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.modeling_eagle3 import Eagle3DraftModel, effective_norm_weight
 from .modeling.taps import decoder_of
@@ -35,6 +36,7 @@ def build_draft(
         draft = Eagle3DraftModel.from_pretrained(source, policy=policy)
     elif source is not None:
         draft = source
+        check_fits_policy(draft, policy)
     else:
         shape = {
             "tap_layers": args.draft_tap_layers,

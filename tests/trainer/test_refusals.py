@@ -6,14 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from grpo_runs import codraft_trainer, draft_settings, prompt_dataset
+from grpo_runs import codraft_trainer, draft_settings, letter_reward, prompt_dataset, settings
 from peft import PromptTuningConfig
 from tiny import SIZES, tiny_policy, tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin
+from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin, T5ForConditionalGeneration
+from transformers.utils import logging as logging_utils
 
-from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.compatibility import plain_rollout_reason, refuse_unsupported
 from trl_codraft.modeling.taps import decoder_of
+
+
+@pytest.fixture(autouse=True)
+def forget_warnings():
+    """`warning_once` remembers what it said for the life of the process."""
+    logging_utils.warning_once.cache_clear()
 
 
 class TextOnlyProcessor(ProcessorMixin):
@@ -43,8 +50,10 @@ def fake_trainer(policy=None, **overrides):
 
 
 def test_vision_language_policy_is_refused(tmp_path):
+    policy = tiny_policy()
+    policy.config.image_token_id = 5
     with pytest.raises(ValueError, match="vision-language model.*use_draft=False"):
-        codraft_trainer(tmp_path, trainer={"processing_class": TextOnlyProcessor(tiny_tokenizer())})
+        codraft_trainer(tmp_path, policy, {"processing_class": TextOnlyProcessor(tiny_tokenizer())})
 
 
 def test_prompt_learning_is_refused(tmp_path):
@@ -81,8 +90,6 @@ def test_supported_parallelism_is_not_refused(overrides):
 
 def test_encoder_decoder_is_refused():
     config = AutoConfig.for_model("t5", d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2, vocab_size=32)
-    from transformers import T5ForConditionalGeneration
-
     with pytest.raises(ValueError, match="encoder-decoder.*use_draft=False"):
         decoder_of(T5ForConditionalGeneration(config))
 
@@ -95,8 +102,6 @@ def test_model_without_a_list_of_layers_is_refused():
 
 def test_both_ways_of_naming_a_draft_are_refused(tmp_path):
     draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(tiny_policy().config, tap_layers=[1, 2, 3]))
-    from grpo_runs import CoDraftGRPOConfig, CoDraftGRPOTrainer, letter_reward, settings
-
     arguments = {
         "model": tiny_policy(),
         "reward_funcs": letter_reward,
