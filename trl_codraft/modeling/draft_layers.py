@@ -71,8 +71,9 @@ class DraftRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`(..., size)` normed, in `dtype`."""
+    def forward(self, inputs: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`(..., size)` normed, in `dtype` (that of the input if not given)."""
+        dtype = inputs.dtype if dtype is None else dtype
         wide = torch.promote_types(torch.promote_types(inputs.dtype, self.weight.dtype), torch.float32)
         return F.rms_norm(inputs.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(dtype)
 

@@ -285,7 +285,7 @@ class Eagle3DraftModel(nn.Module):
         self,
         head: PolicyHead,
         final_norm_weight: torch.Tensor | None = None,
-        tap_scales: Sequence[float] | None = None,
+        tap_scales: Sequence[float] | torch.Tensor | None = None,
         seed: int = 0,
     ) -> None:
         """
@@ -298,7 +298,7 @@ class Eagle3DraftModel(nn.Module):
                 The policy's head.
             final_norm_weight (`torch.Tensor` of shape `(H,)`, *optional*):
                 What the policy's final norm multiplies by, see [`effective_norm_weight`]; ones if not given.
-            tap_scales (`Sequence[float]`, *optional*):
+            tap_scales (`Sequence[float]` or `torch.Tensor`, *optional*):
                 Root mean square of each tap over a batch; ones if not given. With `fc_norm` or `norm_before_fc` the
                 taps arrive normed and the scales are not needed.
             seed (`int`, *optional*, defaults to `0`):
@@ -320,6 +320,8 @@ class Eagle3DraftModel(nn.Module):
                 f"The policy's final norm has {tuple(final_norm_weight.shape)} weights, the draft's has "
                 f"({config.hidden_size},)."
             )
+        if isinstance(tap_scales, torch.Tensor):
+            tap_scales = tap_scales.tolist()
         if tap_scales is not None and (len(tap_scales) != num_taps or min(tap_scales) <= 0):
             raise ValueError(f"Expected one positive scale for each of {num_taps} taps, got {list(tap_scales)}.")
         normed = config.fc_norm or config.norm_before_fc
@@ -353,7 +355,7 @@ class Eagle3DraftModel(nn.Module):
         """Reads a draft from a folder or a Hub repository; see [`~checkpoint.load_draft`]."""
         from .checkpoint import load_draft
 
-        return load_draft(path_or_repo, **kwargs)
+        return load_draft(cls, path_or_repo, **kwargs)
 
 
 class _PassKeys:
