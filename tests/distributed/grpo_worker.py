@@ -1,0 +1,42 @@
+"""One rank of `test_grpo_two_processes.py`: runs under torchrun and writes what it saw to `OUT/rank{R}.pt`."""
+
+import sys
+from pathlib import Path
+
+import torch
+from grpo_runs import codraft_trainer, plain_trainer, policy_logs, prompt_dataset, weights
+
+
+def main(out: Path) -> None:
+    config = {"ddp_timeout": 60, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    data = {"eval_dataset": prompt_dataset(copies=1).select(range(2))}
+    plain = plain_trainer(out / "plain", trainer=data, **config)
+    plain.train()
+    quiet = codraft_trainer(
+        out / "quiet",
+        trainer=data,
+        speculative_rollouts="false",
+        draft_pretrain_steps=2,
+        draft_vocab_size=48,
+        **config,
+    )
+    quiet.train()
+    drafting = codraft_trainer(
+        out / "drafting", trainer=data, draft_pretrain_steps=1, save_strategy="steps", save_steps=3, **config
+    )
+    drafting.train()
+    result = {
+        "world_size": plain.accelerator.num_processes,
+        "plain": (weights(plain), policy_logs(plain)),
+        "quiet": (weights(quiet), policy_logs(quiet)),
+        "quiet_draft": quiet.draft_model.state_dict(),
+        "drafting_draft": drafting.draft_model.state_dict(),
+        "drafting_logs": drafting.state.log_history,
+        "drafting_files": sorted(path.name for path in (out / "drafting" / "checkpoint-3" / "draft").iterdir()),
+        "speculated": drafting._speculation_on,
+    }
+    torch.save(result, out / f"rank{plain.accelerator.process_index}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
