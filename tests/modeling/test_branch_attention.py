@@ -43,7 +43,9 @@ def dense_branch_attention(q, k, v, layout, branch_k, branch_v, scale):
         queries, trunk = slice(q_start, q_start + length - root), slice(start, start + length)
         mask = branch_mask(length, len(branch_k))[root:]
         # Branch keys exist for the rows of the suffix only.
-        kept = torch.cat([torch.ones(length), torch.tensor([0.0] * root + [1.0] * (length - root)).repeat(len(branch_k))])
+        kept = torch.cat(
+            [torch.ones(length), torch.tensor([0.0] * root + [1.0] * (length - root)).repeat(len(branch_k))]
+        )
         keys = torch.cat([k[trunk], *(key[queries] for key in branch_k)])
         values = torch.cat([v[trunk], *(value[queries] for value in branch_v)])
         outs.append(dense_attention(q[queries], keys, values, mask[:, kept.bool()], scale))
@@ -201,7 +203,9 @@ def test_no_tensor_grows_with_tokens_squared(kernel):
         q, k, v, branch_k, branch_v = random_tensors(*shapes, dtype=torch.float32)
         with LargestTensor() as mode:
             branch = ([branch_k], [branch_v])
-            branch_attention(q, k, v, PackedLayout([num_rows]), branch=branch, scale=0.3, kernel=kernel).sum().backward()
+            branch_attention(
+                q, k, v, PackedLayout([num_rows]), branch=branch, scale=0.3, kernel=kernel
+            ).sum().backward()
         largest[num_rows] = mode.numel
     assert largest[512] <= 2 * largest[256] < 256 * 256
 

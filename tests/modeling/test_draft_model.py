@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 from reference import ReferenceDraft
+from tiny import tiny_policy
 from transformers import DynamicCache
 
-from tiny import tiny_policy
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel, effective_norm_weight
 from trl_codraft.modeling.packing import PackedLayout
@@ -41,7 +41,11 @@ LLAMA3 = {
 }
 FLAGS = {
     "-".join(str(value) for value in values): dict(
-        zip(("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "num_hidden_layers"), values, strict=True)
+        zip(
+            ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "num_hidden_layers"),
+            values,
+            strict=True,
+        )
     )
     for values in itertools.product((False, True), (False, True), (False, True), (False, True), (1, 2))
     if not (values[0] and values[1])
@@ -443,7 +447,9 @@ def test_equal_seeds_make_equal_drafts_and_building_one_leaves_the_rng_alone():
 
 def test_modules_are_named_as_checkpoint_tensors():
     draft = make_draft(fc_norm=True, draft_vocab_size=11)
-    block = [f"self_attn.{part}_proj.weight" for part in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    block = [f"self_attn.{part}_proj.weight" for part in "qkvo"] + [
+        f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")
+    ]
     block += [f"{norm}.weight" for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
     expected = {f"layers.0.{name}" for name in block} | {f"fc_norm.{index}.weight" for index in range(3)}
     expected |= {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}

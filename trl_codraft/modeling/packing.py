@@ -7,6 +7,7 @@ Shapes: `B` rows, `S` padded columns, `T` packed tokens, `Ts` rows of pass `s`, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -44,21 +45,26 @@ class PackedLayout:
     ):
         self.doc_lens = [int(length) for length in doc_lens]
         self.first_valid_root = [0] * len(self.doc_lens) if first_valid_root is None else list(first_valid_root)
-        if len(self.first_valid_root) != len(self.doc_lens) or not all(
-            0 <= root <= length for root, length in zip(self.first_valid_root, self.doc_lens, strict=False)
-        ):
+        fits = len(self.first_valid_root) == len(self.doc_lens) and all(
+            0 <= root <= length for root, length in zip(self.first_valid_root, self.doc_lens, strict=True)
+        )
+        if not fits:
             raise ValueError(
                 f"Each document needs a first valid root between 0 and its length: got {self.first_valid_root} for "
                 f"lengths {self.doc_lens}."
             )
-        self.doc_starts = [sum(self.doc_lens[:index]) for index in range(len(self.doc_lens))]
+        self.doc_starts = [0, *accumulate(self.doc_lens)][:-1]
         self.num_rows = sum(self.doc_lens)
         self.device = torch.device("cpu" if device is None else device)
-        spans = list(zip(self.doc_starts, self.doc_lens, self.first_valid_root, strict=True))
-        self.position_ids = self._rows(range(length) for length in self.doc_lens)
-        self._last_rows = self._rows([start + length - 1] * length for start, length, _ in spans)
-        self._suffix_rows = self._rows(range(start + root, start + length) for start, length, root in spans)
-        self._all_rows = torch.arange(self.num_rows, device=self.device)
+        lens, starts, roots = (
+            torch.tensor(values, dtype=torch.int64).repeat_interleave(torch.tensor(self.doc_lens, dtype=torch.int64))
+            for values in (self.doc_lens, self.doc_starts, self.first_valid_root)
+        )
+        rows = torch.arange(self.num_rows)
+        self._all_rows = rows.to(self.device)
+        self.position_ids = (rows - starts).to(self.device)
+        self._last_rows = (starts + lens - 1).to(self.device)
+        self._suffix_rows = rows[rows - starts >= roots].to(self.device)
 
     def query_lens(self, num_pass: int) -> list[int]:
         """Rows per document that pass `num_pass` computes: each document's last ones."""
@@ -101,10 +107,6 @@ class PackedLayout:
     def within(self, offset: int) -> torch.Tensor:
         """`(T,)` bool: whether the token `offset` places after each row lies in the row's document."""
         return self._all_rows + offset <= self._last_rows
-
-    def _rows(self, pieces) -> torch.Tensor:
-        """One int64 index tensor from ranges or lists."""
-        return torch.tensor([row for piece in pieces for row in piece], dtype=torch.int64, device=self.device)
 
 
 @dataclass
