@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from datasets import IterableDataset
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
@@ -61,7 +62,7 @@ class PolicyRollouts:
     def _stream(self) -> Iterator[dict]:
         dataset = self.trainer.train_dataset
         while True:
-            if isinstance(dataset, torch.utils.data.IterableDataset):
+            if isinstance(dataset, (IterableDataset, torch.utils.data.IterableDataset)):
                 num_ranks, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
                 yield from (row for index, row in enumerate(dataset) if index % num_ranks == rank)
             else:
@@ -77,7 +78,8 @@ class PolicyRollouts:
         rows = [next(self._rows) for _ in range(count)]
         was_training = trainer.model.training
         trainer.model.train()  # as in the GRPO loop, which also generates in training mode
-        environments = trainer._batch_environments if trainer.environment_factories is not None else None
+        # Set by TRL at its first generation, which has not happened yet in a new run.
+        environments = trainer.__dict__.get("_batch_environments")
         try:
             if trainer.environment_factories is not None:
                 trainer._batch_environments = [
