@@ -398,7 +398,7 @@ def test_fresh_draft_reads_policy_head_and_norm(model_type):
     norm = policy.model.norm
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(-0.5, 2.0, 32))
-    weight = effective_norm_weight(norm, 32)
+    weight = effective_norm_weight(norm)
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     by_hand = hidden * (hidden.pow(2).mean(-1, keepdim=True) + 1e-6) ** -0.5 * weight
     torch.testing.assert_close(norm(hidden), by_hand, atol=1e-4, rtol=1e-4)
@@ -413,6 +413,10 @@ def test_fresh_draft_reads_policy_head_and_norm(model_type):
     expected = policy.get_output_embeddings().weight[::2][:40] * 0.5
     assert torch.equal(draft.lm_head.weight, expected)
     assert torch.equal(draft.norm.weight, weight)
+    draft.initialize_from_policy(head)
+    assert torch.equal(draft.norm.weight, weight)
+    draft.initialize_from_policy(head, final_norm_weight=weight + 1)
+    assert torch.equal(draft.norm.weight, weight + 1)
 
 
 def test_fresh_draft_brings_taps_to_one_scale_and_passes_them_on():

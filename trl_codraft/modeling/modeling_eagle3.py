@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from .attention import branch_attention
 from .configuration_eagle3 import Eagle3DraftConfig
 from .draft_layers import DraftLayer, DraftLinear, DraftRMSNorm, DraftRotary
 from .packing import PackedLayout
+from .taps import decoder_of
 from .teacher import PolicyHead
 
 
@@ -297,7 +299,7 @@ class Eagle3DraftModel(nn.Module):
             head ([`PolicyHead`]):
                 The policy's head.
             final_norm_weight (`torch.Tensor` of shape `(H,)`, *optional*):
-                What the policy's final norm multiplies by, see [`effective_norm_weight`]; ones if not given.
+                What the policy's final norm multiplies by; read off the policy if not given.
             tap_scales (`Sequence[float]` or `torch.Tensor`, *optional*):
                 Root mean square of each tap over a batch; ones if not given. With `fc_norm` or `norm_before_fc` the
                 taps arrive normed and the scales are not needed.
@@ -310,6 +312,8 @@ class Eagle3DraftModel(nn.Module):
         config = self.config
         num_taps = len(config.tap_layers)
         weight = head.weight
+        if final_norm_weight is None:
+            final_norm_weight = _final_norm_weight(head.policy, weight.shape[1])
         if weight.shape[0] < config.vocab_size or weight.shape[1] != config.hidden_size:
             raise ValueError(
                 f"The policy's head is {tuple(weight.shape)}, the draft needs ({config.vocab_size}, "
@@ -379,7 +383,7 @@ class _PassKeys:
         return trunk_k, trunk_v, ([key for key, _ in branch], [value for _, value in branch])
 
 
-def effective_norm_weight(norm: nn.Module, hidden_size: int) -> torch.Tensor:
+def effective_norm_weight(norm: nn.Module) -> torch.Tensor:
     """
     What a norm multiplies its normalised input by, whatever the family calls or stores it (Gemma's norms multiply by
     `1 + weight`): read off the norm's answer to a vector of +1 and -1.
@@ -387,18 +391,31 @@ def effective_norm_weight(norm: nn.Module, hidden_size: int) -> torch.Tensor:
     Args:
         norm (`nn.Module`):
             The policy's final norm (RMSNorm or LayerNorm).
-        hidden_size (`int`):
-            Width `Ht`.
 
     Returns:
-        `torch.Tensor`: `(Ht,)` in float32, detached.
+        `torch.Tensor`: `(Ht,)` in float32, detached. Collective where the norm is sharded by FSDP2.
     """
-    parameter = next(norm.parameters())
-    signs = torch.ones(hidden_size, device=parameter.device, dtype=parameter.dtype)
+    weights = {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        for name, parameter in norm.named_parameters()
+    }
+    parameter = weights["weight"]
+    signs = torch.ones_like(parameter)
     signs[1::2] = -1.0
     with torch.no_grad(), _outside_autocast(signs):
-        # Half the difference drops a LayerNorm's bias.
-        return ((norm(signs[None]) - norm(-signs[None]))[0] * signs / 2).float()
+        plus, minus = (torch.func.functional_call(norm, weights, (sign * signs[None],)) for sign in (1.0, -1.0))
+    # Half the difference drops a LayerNorm's bias.
+    return ((plus - minus)[0] * signs / 2).float().detach()
+
+
+def _final_norm_weight(policy: nn.Module, size: int) -> torch.Tensor | None:
+    """The effective weight of the decoder's final norm: its last child with one weight per hidden unit, if any."""
+    norms = [
+        child
+        for child in decoder_of(policy).children()
+        if [name for name, weight in child.named_parameters() if weight.shape == (size,) and name == "weight"]
+    ]
+    return effective_norm_weight(norms[-1]) if norms else None
 
 
 def _cached_attention(
