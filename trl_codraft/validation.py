@@ -131,6 +131,9 @@ def _check_sizes(raw: Mapping[str, Any]) -> Iterator[str]:
     heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if _is_size(heads) and _is_size(groups) and heads % groups:
         yield f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` ({groups})"
+    hidden = raw.get("hidden_size")
+    if _is_size(heads) and _is_size(hidden) and hidden % heads:
+        yield f"`hidden_size` ({hidden}) is not a multiple of `num_attention_heads` ({heads}): transformers' Llama refuses it"
     vocab, draft_vocab = raw.get("vocab_size"), raw.get("draft_vocab_size")
     if _is_size(vocab) and _is_size(draft_vocab) and draft_vocab > vocab:
         yield f"`draft_vocab_size` ({draft_vocab}) exceeds `vocab_size` ({vocab})"

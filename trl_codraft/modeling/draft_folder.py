@@ -140,6 +140,8 @@ def write_folder(
         for name, text in (texts or {}).items():
             (staging / name).write_text(text, encoding="utf-8")
         (staging / CONFIG_NAME).write_text(json.dumps(disk_config, indent=2) + "\n", encoding="utf-8")
+        # safetensors writes files that only their owner can read; a server often runs as someone else.
+        shutil.copymode(staging / CONFIG_NAME, staging / WEIGHTS_NAME)
         if check is not None:
             check(staging)
         path.mkdir(exist_ok=True)
