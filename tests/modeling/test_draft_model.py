@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from reference import ReferenceDraft
+from modeling.reference import ReferenceDraft
 from tiny import tiny_policy
 from transformers import DynamicCache
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
-from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel, effective_norm_weight
+from trl_codraft.modeling.initialization import effective_norm_weight
+from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import PackedLayout
 from trl_codraft.modeling.teacher import PolicyHead
 

@@ -6,19 +6,17 @@ hidden size, `n` taps, `Hq` / `Hkv` query / key-value heads, `D` head dim, `V` /
 `K` TTT passes.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from .attention import branch_attention
 from .configuration_eagle3 import Eagle3DraftConfig
 from .draft_layers import DraftLayer, DraftLinear, DraftRMSNorm, DraftRotary
+from .initialization import fill_at_random, initialize_draft
 from .packing import PackedLayout
-from .taps import decoder_of
 from .teacher import PolicyHead
 
 
@@ -64,7 +62,7 @@ class Eagle3DraftModel(nn.Module):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
             self.set_vocab(torch.arange(config.draft_vocab_size))
-        self._initialize_at_random()
+        fill_at_random(self, seed=0, std=0.02)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -275,14 +273,6 @@ class Eagle3DraftModel(nn.Module):
 
     # Initialisation
 
-    def _initialize_at_random(self) -> None:
-        """Small random weights from a generator of our own: building a draft does not move the global RNG."""
-        generator = torch.Generator().manual_seed(0)
-        for module in self.modules():
-            if isinstance(module, DraftLinear):
-                _fill_normal(module.weight, 0.02, generator)
-
-    @torch.no_grad()
     def initialize_from_policy(
         self,
         head: PolicyHead,
@@ -309,42 +299,7 @@ class Eagle3DraftModel(nn.Module):
         Raises:
             ValueError: if the policy's head or norm does not fit the draft, or there is not one scale per tap.
         """
-        config = self.config
-        num_taps = len(config.tap_layers)
-        weight = head.weight
-        if final_norm_weight is None:
-            final_norm_weight = _final_norm_weight(head.policy, weight.shape[1])
-        if weight.shape[0] < config.vocab_size or weight.shape[1] != config.hidden_size:
-            raise ValueError(
-                f"The policy's head is {tuple(weight.shape)}, the draft needs ({config.vocab_size}, "
-                f"{config.hidden_size}). Build its configuration with `Eagle3DraftConfig.from_policy`."
-            )
-        if final_norm_weight is not None and final_norm_weight.shape != self.norm.weight.shape:
-            raise ValueError(
-                f"The policy's final norm has {tuple(final_norm_weight.shape)} weights, the draft's has "
-                f"({config.hidden_size},)."
-            )
-        if isinstance(tap_scales, torch.Tensor):
-            tap_scales = tap_scales.tolist()
-        if tap_scales is not None and (len(tap_scales) != num_taps or min(tap_scales) <= 0):
-            raise ValueError(f"Expected one positive scale for each of {num_taps} taps, got {list(tap_scales)}.")
-        normed = config.fc_norm or config.norm_before_fc
-        scales = [1.0] * num_taps if tap_scales is None or normed else [float(scale) for scale in tap_scales]
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            if isinstance(module, DraftRMSNorm):
-                module.weight.fill_(1.0)
-            elif isinstance(module, DraftLinear):
-                _fill_normal(module.weight, module.weight.shape[1] ** -0.5, generator)
-        for layer in self.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        for piece, scale in zip(self.fc.weight.split(config.target_hidden_size, dim=1), scales, strict=True):
-            piece.div_(scale * math.sqrt(num_taps))
-        rows = weight[self.target_ids.to(weight.device)]
-        self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype) * head.logit_scale)
-        if final_norm_weight is not None:
-            self.norm.weight.copy_(final_norm_weight)
+        initialize_draft(self, head, final_norm_weight, tap_scales, seed)
 
     # Disk
 
@@ -383,41 +338,6 @@ class _PassKeys:
         return trunk_k, trunk_v, ([key for key, _ in branch], [value for _, value in branch])
 
 
-def effective_norm_weight(norm: nn.Module) -> torch.Tensor:
-    """
-    What a norm multiplies its normalised input by, whatever the family calls or stores it (Gemma's norms multiply by
-    `1 + weight`): read off the norm's answer to a vector of +1 and -1.
-
-    Args:
-        norm (`nn.Module`):
-            The policy's final norm (RMSNorm or LayerNorm).
-
-    Returns:
-        `torch.Tensor`: `(Ht,)` in float32, detached. Collective where the norm is sharded by FSDP2.
-    """
-    weights = {
-        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        for name, parameter in norm.named_parameters()
-    }
-    parameter = weights["weight"]
-    signs = torch.ones_like(parameter)
-    signs[1::2] = -1.0
-    with torch.no_grad(), _outside_autocast(signs):
-        plus, minus = (torch.func.functional_call(norm, weights, (sign * signs[None],)) for sign in (1.0, -1.0))
-    # Half the difference drops a LayerNorm's bias.
-    return ((plus - minus)[0] * signs / 2).float().detach()
-
-
-def _final_norm_weight(policy: nn.Module, size: int) -> torch.Tensor | None:
-    """The effective weight of the decoder's final norm: its last child with one weight per hidden unit, if any."""
-    norms = [
-        child
-        for child in decoder_of(policy).children()
-        if [name for name, weight in child.named_parameters() if weight.shape == (size,) and name == "weight"]
-    ]
-    return effective_norm_weight(norms[-1]) if norms else None
-
-
 def _cached_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
@@ -431,9 +351,3 @@ def _cached_attention(
 def _outside_autocast(tensor: torch.Tensor) -> torch.autocast:
     """The draft chooses its own dtypes."""
     return torch.autocast(tensor.device.type, enabled=False)
-
-
-@torch.no_grad()
-def _fill_normal(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Normal numbers drawn on the CPU in float32, so that they are the same on every device."""
-    weight.copy_(torch.randn(weight.shape, generator=generator) * std)
