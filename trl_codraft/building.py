@@ -1,14 +1,12 @@
 """From the trainer's configuration to a draft model and the arguments of its training."""
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from .config import CoDraftGRPOConfig
 from .modeling.checkpoint import check_fits_policy
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
-from .modeling.modeling_eagle3 import Eagle3DraftModel, effective_norm_weight
-from .modeling.taps import decoder_of
+from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .training import DraftTrainingArguments
 
 
@@ -50,15 +48,6 @@ def build_draft(
     draft = draft.to(torch.float32)
     draft.compute_dtype = compute_dtype(args, policy)
     return draft
-
-
-def final_norm_weight(policy: PreTrainedModel) -> torch.Tensor | None:
-    """What the policy's final norm multiplies by, `(Ht,)` in fp32; `None` for a family that names it otherwise."""
-    decoder = decoder_of(policy)
-    for name in ("norm", "final_layernorm", "final_norm"):
-        if isinstance(getattr(decoder, name, None), nn.Module):
-            return effective_norm_weight(getattr(decoder, name), policy.config.get_text_config().hidden_size)
-    return None
 
 
 def compute_dtype(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> torch.dtype:

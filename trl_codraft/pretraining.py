@@ -212,8 +212,4 @@ def initialize_fresh_draft(trainer: "CoDraftGRPOTrainer", source: PolicyRollouts
         special = [*trainer._tokenizer.all_special_ids, *trainer.eos_token_ids]
         draft.set_vocab(choose_draft_vocab(count_tokens(trainer, rollouts), draft.config.draft_vocab_size, special))
     batch = source.record(rollouts[: args.per_device_train_batch_size])
-    draft.initialize_from_policy(
-        trainer.policy_head,
-        final_norm_weight=trainer.final_norm_weight,
-        tap_scales=measure_tap_scales(trainer, batch),
-    )
+    draft.initialize_from_policy(trainer.policy_head, tap_scales=measure_tap_scales(trainer, batch))

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from .building import build_draft, draft_training_arguments, final_norm_weight, head_dtype
+from .building import build_draft, draft_training_arguments, head_dtype
 from .compatibility import (
     base_policy,
     plain_rollout_reason,
@@ -156,8 +156,6 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         refuse_unsupported(self)
         policy = base_policy(self.model)
         self.policy_head = PolicyHead(policy, compute_dtype=head_dtype(self.args))
-        # Read before the policy may be sharded.
-        self.final_norm_weight = final_norm_weight(policy)
         self._draft_is_fresh = source is None
         with preserved_random_state():
             self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
