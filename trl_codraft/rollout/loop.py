@@ -132,6 +132,7 @@ class Rollout:
         tokens, _ = self._choose(scores, rows, torch.full_like(rows, self.prompt_columns))
         self.sequences[:, self.prompt_columns] = tokens
         self.stats.policy_forwards += 1
+        self.stats.committed += batch
         if taps is not None:
             self.drafting.vocab_size = logits.shape[-1]
             next_ids = self.sequences[:, 1 : self.prompt_columns + 1]
