@@ -12,7 +12,7 @@ from tiny import tiny_policy
 from transformers import DynamicCache
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
-from trl_codraft.modeling.initialization import effective_norm_weight
+from trl_codraft.modeling.initialization import effective_norm_weight, tap_log_scales
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import PackedLayout
 from trl_codraft.modeling.teacher import PolicyHead
@@ -436,6 +436,17 @@ def test_fresh_draft_brings_taps_to_one_scale_and_passes_them_on():
     outputs = draft.unroll(torch.cat(taps, dim=-1), embeds, PackedLayout([400]), 2)
     torch.testing.assert_close(outputs[0], fused)
     torch.testing.assert_close(outputs[1], fused)
+
+
+def test_tap_scale_is_that_of_a_typical_token():
+    generator = torch.Generator().manual_seed(0)
+    taps = torch.cat([torch.randn(200, 64, generator=generator) * scale for scale in (0.01, 20.0)], dim=-1)
+    taps[0] *= 100
+    scales = (tap_log_scales(taps, 2) / 200).exp()
+    torch.testing.assert_close(scales, torch.tensor([0.01, 20.0]).double(), rtol=0.05, atol=0)
+    halves = tap_log_scales(taps[:90], 2) + tap_log_scales(taps[90:], 2)
+    torch.testing.assert_close(halves, tap_log_scales(taps, 2))
+    assert torch.isfinite(tap_log_scales(torch.zeros(3, 4), 2)).all()
 
 
 def test_equal_seeds_make_equal_drafts_and_building_one_leaves_the_rng_alone():

@@ -6,7 +6,7 @@ Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value head
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -319,7 +319,8 @@ def _index(pieces: list[range], like: torch.Tensor) -> slice | torch.Tensor:
     """Rows of the pieces: a slice (no copy) where they are adjacent, else their indices."""
     if all(left.stop == right.start for left, right in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
-    return torch.cat([torch.arange(piece.start, piece.stop, device=like.device) for piece in pieces])
+    # Built on the CPU: one copy instead of one kernel launch per document.
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(like.device)
 
 
 def _group(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -344,4 +345,4 @@ def _pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
 
 def _cumulative(lens: list[int], device: torch.device) -> torch.Tensor:
     """int32 offsets [0, l0, l0+l1, ...] as the packed kernels want them."""
-    return torch.tensor([0, *lens], device=device).cumsum(0, dtype=torch.int32)
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)

@@ -62,7 +62,7 @@ class Eagle3DraftModel(nn.Module):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
             self.set_vocab(torch.arange(config.draft_vocab_size))
-        fill_at_random(self, seed=0, std=0.02)
+        fill_at_random(self.modules(), seed=0, std=0.02)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -345,6 +345,9 @@ def _cached_attention(
     num_new, num_keys = q.shape[2], k.shape[2]
     if mask is None and num_new > 1:
         mask = torch.ones(num_new, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_new)
+    if q.is_cuda and mask is not None:
+        # With a mask only the memory-efficient kernel avoids the whole score matrix there, and it knows no shared heads.
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
