@@ -2,16 +2,13 @@
 [`CoDraftGRPOTrainer`]: TRL's GRPO trainer with a draft that is trained inside the step and speeds up its rollouts.
 
 Each override is a few lines that call a part: taps and packing (`modeling/`), the draft's own training (`training.py`),
-speculative decoding (`rollout/`), drafts on disk (`export.py`). The draft is never a child module of the policy and has
-its own backward and optimizer, so the policy's run is bit for bit the one without a draft.
+speculative decoding (`rollout/`), drafts on disk (`draft_checkpoints.py`, `export.py`). The draft is never a child
+module of the policy and has its own backward and optimizer, so the policy's run is bit for bit the one without it.
 """
 
-import os
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +34,7 @@ from .compatibility import (
     warn_about_settings,
 )
 from .config import CoDraftGRPOConfig
-from .export import export_draft, push_draft
+from .draft_checkpoints import DraftCheckpoints
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.packing import pack_rows
 from .modeling.taps import TapRecorder
@@ -50,11 +47,8 @@ from .training import DraftTrainer
 
 logger = logging.get_logger(__name__)
 
-DRAFT_FOLDER = "draft"
-DRAFT_STATE_NAME = "draft_state.pt"
 
-
-class CoDraftGRPOTrainer(GRPOTrainer):
+class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
     """
     Trainer for Group Relative Policy Optimization (GRPO) that co-trains an EAGLE-3 draft and rolls out with it.
 
@@ -311,95 +305,6 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def _reset_rollout_tally(self) -> None:
         self._decoder.stats.reset()
         self._rollout_tokens, self._rollout_seconds = 0, 0.0
-
-    # Checkpoints and the Hub
-
-    def save_draft(self, path: str | os.PathLike) -> None:
-        """
-        Writes the draft in the format that vLLM, SGLang and speculators load. Only the main process writes.
-
-        Args:
-            path (`str` or `os.PathLike`):
-                Folder to write.
-
-        Raises:
-            ValueError: if there is no draft, or it does not validate.
-        """
-        self._require_draft()
-        if self.args.should_save:
-            export_draft(self.draft_model, base_policy(self.model), path)
-
-    def push_draft_to_hub(self, repo_id: str, **kwargs):
-        """
-        Pushes the draft, with a model card, to a repository of its own: servers take a repository, not a subfolder.
-
-        Args:
-            repo_id (`str`):
-                Repository to push to, such as `"me/Qwen3-4B-eagle3"`.
-            kwargs (`dict`, *optional*):
-                Passed on to [`~export.push_draft`].
-
-        Raises:
-            ValueError: if there is no draft, or it does not validate.
-        """
-        self._require_draft()
-        if self.is_world_process_zero():
-            return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
-
-    def _require_draft(self) -> None:
-        if self.draft_model is None:
-            raise ValueError("There is no draft: the trainer was built with `use_draft=False`.")
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        # Before `super()`, which pushes the folder to the Hub when the user calls this.
-        if self.draft_trainer is not None:
-            self.save_draft(Path(output_dir or self.args.output_dir) / DRAFT_FOLDER)
-        super().save_model(output_dir, _internal_call)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.draft_trainer is not None and self.args.should_save:
-            state = {
-                "draft_trainer": self.draft_trainer.state_dict(),
-                "controller": self._decoder.controller.state_dict(),
-            }
-            torch.save(state, Path(output_dir) / DRAFT_FOLDER / DRAFT_STATE_NAME)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        draft = Path(checkpoint_folder) / DRAFT_FOLDER
-        if draft.is_dir() and self.is_world_process_zero():
-            target = Path(self.args.output_dir) / DRAFT_FOLDER
-            shutil.copytree(draft, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(DRAFT_STATE_NAME))
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.draft_model is None or checkpoint is None:
-            return
-        if not (Path(checkpoint) / DRAFT_FOLDER).is_dir():
-            logger.warning(f"{checkpoint} holds no draft: the policy resumes, and the draft starts as in a new run.")
-            return
-        # Applied when training begins: the draft's optimizer does not exist before.
-        self._draft_checkpoint = checkpoint
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        if self.draft_trainer is not None:
-            self._load_draft(self.state.best_model_checkpoint)
-
-    def _load_draft(self, checkpoint: str) -> None:
-        folder = Path(checkpoint) / DRAFT_FOLDER
-        if not (folder / DRAFT_STATE_NAME).is_file():
-            logger.warning(
-                f"{folder} holds the draft's weights but not the state of its optimizer (`save_only_model=True`): its "
-                "moments and schedule start anew."
-            )
-            self.draft_model.load_state_dict(Eagle3DraftModel.from_pretrained(str(folder)).state_dict())
-            self.draft_trainer.refresh_rollout_draft()
-            return
-        state = torch.load(folder / DRAFT_STATE_NAME, map_location=self.accelerator.device, weights_only=True)
-        self.draft_trainer.load_state_dict(state["draft_trainer"])
-        self._decoder.controller.load_state_dict(state["controller"])
 
 
 def rollout_metrics(stats: SpeculativeStats) -> dict[str, float]:

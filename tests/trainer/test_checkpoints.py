@@ -35,9 +35,7 @@ def assert_same_draft(first, second):
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    trainer = codraft_trainer(
-        tmp_path_factory.mktemp("whole"), draft_vocab_size=48, draft_pretrain_steps=2, **SAVING
-    )
+    trainer = codraft_trainer(tmp_path_factory.mktemp("whole"), draft_vocab_size=48, draft_pretrain_steps=2, **SAVING)
     trainer.train()
     return trainer
 
@@ -75,9 +73,7 @@ def test_save_model_writes_policy_and_draft(whole_run, tmp_path):
 
 
 def test_save_total_limit_and_save_only_model(tmp_path):
-    trainer = codraft_trainer(
-        tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, save_only_model=True
-    )
+    trainer = codraft_trainer(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, save_only_model=True)
     trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert (tmp_path / "checkpoint-3" / "draft" / "model.safetensors").is_file()
@@ -166,6 +162,30 @@ def test_push_to_hub_carries_the_draft(tmp_path, monkeypatch):
         assert "draft/model.safetensors" in files
         assert "draft/config.json" in files
         assert "draft/draft_state.pt" not in files
+
+
+def test_pushed_draft_has_a_card_with_the_accept_length_on_held_out_prompts(tmp_path, monkeypatch):
+    cards = []
+
+    def upload(folder_path, **kwargs):
+        cards.append((Path(folder_path) / "README.md").read_text())
+        assert validate_draft(str(folder_path)) == []
+
+    api = MagicMock()
+    api.upload_folder.side_effect = upload
+    api.create_repo.return_value.repo_id = "me/draft"
+    monkeypatch.setattr("trl_codraft.export.HfApi", lambda *args, **kwargs: api)
+    data = {"eval_dataset": prompt_dataset(copies=1)}
+    trainer = codraft_trainer(tmp_path, trainer=data, gradient_checkpointing=True)
+    trainer.train()
+    was_training = trainer.model.training
+    scores = trainer._score_on_held_out_prompts()
+    trainer.push_draft_to_hub("me/draft")
+    assert trainer.model.training == was_training
+    assert scores["num_prompts"] == 8
+    assert scores["accept_length"] > 1
+    assert f"{scores['accept_length']:.3f}" in cards[0]
+    assert "me/draft" in cards[0]
 
 
 def test_without_draft_nothing_of_it_is_written(tmp_path):

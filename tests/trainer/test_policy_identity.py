@@ -41,9 +41,7 @@ def test_draft_does_not_change_policy_update(plain_run, tmp_path):
 
 
 def test_pretraining_and_reduced_vocabulary_do_not_change_policy_update(plain_run, tmp_path):
-    ours = run(
-        codraft_trainer(tmp_path, speculative_rollouts="false", draft_pretrain_steps=3, draft_vocab_size=48)
-    )
+    ours = run(codraft_trainer(tmp_path, speculative_rollouts="false", draft_pretrain_steps=3, draft_vocab_size=48))
     assert len(ours.draft_pretraining_log) == 3
     assert_same_run(ours, plain_run)
 
@@ -91,9 +89,7 @@ def test_draft_does_not_change_update_with_reference_model_and_two_iterations(tm
     path = str(tmp_path / "policy")
     plain = run(plain_trainer(tmp_path / "plain", path, chat, **config))
     ours = run(
-        codraft_trainer(
-            tmp_path / "ours", path, chat, speculative_rollouts="false", draft_pretrain_steps=3, **config
-        )
+        codraft_trainer(tmp_path / "ours", path, chat, speculative_rollouts="false", draft_pretrain_steps=3, **config)
     )
     assert_same_run(ours, plain)
 

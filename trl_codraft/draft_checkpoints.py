@@ -1,0 +1,154 @@
+"""The draft's share of checkpoints, resume and the Hub: overrides of the trainer's methods that read and write files."""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.utils import logging
+
+from .compatibility import base_policy
+from .export import export_draft, push_draft, score_draft
+from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .rollout.speculative import SpeculativeDecoder
+from .training import DraftTrainer
+
+
+logger = logging.get_logger(__name__)
+
+DRAFT_FOLDER = "draft"
+DRAFT_STATE_NAME = "draft_state.pt"
+# Prompts of the evaluation set that the model card's accept length is measured on.
+HELD_OUT_PROMPTS = 64
+
+
+class DraftCheckpoints(Trainer):
+    """
+    A trainer's checkpoints with the draft in them: `draft/` beside the policy's files in the format that servers load,
+    and in it `draft_state.pt`, the state of its optimizer, wherever the policy's optimizer is saved too.
+
+    Attributes:
+        draft_model ([`Eagle3DraftModel`] or `None`), draft_trainer ([`~training.DraftTrainer`] or `None`):
+            Set by [`CoDraftGRPOTrainer`].
+    """
+
+    draft_model: Eagle3DraftModel | None
+    draft_trainer: DraftTrainer | None
+    _decoder: SpeculativeDecoder
+    _draft_checkpoint: str | None
+
+    def save_draft(self, path: str | os.PathLike) -> None:
+        """
+        Writes the draft in the format that vLLM, SGLang and speculators load. Only the main process writes.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                Folder to write.
+
+        Raises:
+            ValueError: if there is no draft, or it does not validate.
+        """
+        self._require_draft()
+        if self.args.should_save:
+            export_draft(self.draft_model, base_policy(self.model), path)
+
+    def push_draft_to_hub(self, repo_id: str, **kwargs):
+        """
+        Pushes the draft, with a model card, to a repository of its own: servers take a repository, not a subfolder.
+        With an `eval_dataset`, the card reports the accept length on its first prompts at the rollout temperature.
+
+        Args:
+            repo_id (`str`):
+                Repository to push to, such as `"me/Qwen3-4B-eagle3"`.
+            kwargs (`dict`, *optional*):
+                Passed on to [`~export.push_draft`]. `scores` takes the place of the measurement.
+
+        Raises:
+            ValueError: if there is no draft, or it does not validate.
+        """
+        self._require_draft()
+        if not self.is_world_process_zero():
+            return None
+        if "scores" not in kwargs and self.eval_dataset is not None and not self.is_fsdp_enabled:
+            kwargs["scores"] = self._score_on_held_out_prompts()
+        return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
+
+    def _score_on_held_out_prompts(self) -> dict[str, Any]:
+        """What [`~export.score_draft`] measures on up to 64 prompts of the evaluation set."""
+        dataset = self.eval_dataset
+        if isinstance(dataset, dict):
+            dataset = next(iter(dataset.values()))
+        prompts = [row["prompt"] for row in itertools.islice(dataset, HELD_OUT_PROMPTS)]
+        policy, generator = base_policy(self.model), torch.Generator(self.accelerator.device)
+        was_training = policy.training
+        policy.eval()
+        try:
+            return score_draft(
+                policy,
+                self.draft_model,
+                self._tokenize_prompts(prompts)[0],
+                max_new_tokens=self.max_completion_length,
+                temperature=self.temperature,
+                batch_size=self.args.per_device_eval_batch_size,
+                generator=generator.manual_seed(self.args.seed),
+            )
+        finally:
+            policy.train(was_training)
+
+    def _require_draft(self) -> None:
+        if self.draft_model is None:
+            raise ValueError("There is no draft: the trainer was built with `use_draft=False`.")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        # Before `super()`, which pushes the folder to the Hub when the user calls this.
+        if self.draft_trainer is not None:
+            self.save_draft(Path(output_dir or self.args.output_dir) / DRAFT_FOLDER)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.draft_trainer is not None and self.args.should_save:
+            state = {
+                "draft_trainer": self.draft_trainer.state_dict(),
+                "controller": self._decoder.controller.state_dict(),
+            }
+            torch.save(state, Path(output_dir) / DRAFT_FOLDER / DRAFT_STATE_NAME)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        draft = Path(checkpoint_folder) / DRAFT_FOLDER
+        if draft.is_dir() and self.is_world_process_zero():
+            target = Path(self.args.output_dir) / DRAFT_FOLDER
+            shutil.copytree(draft, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(DRAFT_STATE_NAME))
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.draft_model is None or checkpoint is None:
+            return
+        if not (Path(checkpoint) / DRAFT_FOLDER).is_dir():
+            logger.warning(f"{checkpoint} holds no draft: the policy resumes, and the draft starts as in a new run.")
+            return
+        # Applied when training begins: the draft's optimizer does not exist before.
+        self._draft_checkpoint = checkpoint
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.draft_trainer is not None:
+            self._load_draft(self.state.best_model_checkpoint)
+
+    def _load_draft(self, checkpoint: str) -> None:
+        folder = Path(checkpoint) / DRAFT_FOLDER
+        if not (folder / DRAFT_STATE_NAME).is_file():
+            logger.warning(
+                f"{folder} holds the draft's weights but not the state of its optimizer (`save_only_model=True`): its "
+                "moments and schedule start anew."
+            )
+            self.draft_model.load_state_dict(Eagle3DraftModel.from_pretrained(str(folder)).state_dict())
+            self.draft_trainer.refresh_rollout_draft()
+            return
+        state = torch.load(folder / DRAFT_STATE_NAME, map_location=self.accelerator.device, weights_only=True)
+        self.draft_trainer.load_state_dict(state["draft_trainer"])
+        self._decoder.controller.load_state_dict(state["controller"])
