@@ -21,7 +21,7 @@ from .cache import PolicyMasks, RaggedCache, compaction_order
 from .controller import DraftLengthController, FixedDraftLength
 from .criteria import PositionwiseCriteria
 from .drafting import DraftRollout
-from .processors import Prefixes, PositionwiseProcessors
+from .processors import PositionwiseProcessors, Prefixes
 from .stats import MAX_DRAFT_TOKENS, SpeculativeStats
 
 
@@ -122,8 +122,8 @@ class Rollout:
         logits, taps = self._forward(ids, positions, longest, padded, last_only=True)
         if not self.cache.is_filled:
             raise RuntimeError(
-                "The policy did not write its keys into the cache. With gradient checkpointing on in training mode "
-                "Transformers drops the cache: disable it during generation, as TRL does."
+                f"{type(self.policy).__name__} wrote no keys into the cache it was given, so drafted tokens cannot be "
+                "verified against it. Set `speculative_rollouts=False`."
             )
         # A copy, so that the whole prompt's logits are not kept alive by models without `logits_to_keep`.
         scores = logits[:, -1].to(torch.float32, copy=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -200,7 +201,8 @@ class SpeculativeDecoder:
         if synced_gpus is not None:
             return synced_gpus
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.policy))
+        sharded = is_fsdp_managed_module(self.policy) or isinstance(self.policy, FSDPModule)
+        return several and (is_deepspeed_zero3_enabled() or sharded)
 
     @contextmanager
     def _stop_strings_as_criteria(self, kwargs: dict, tokenizer) -> Iterator[None]:
