@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 
-H, I, V, HEADS, GROUPS, D = 32, 48, 104, 4, 2, 8
+H, MLP, V, HEADS, GROUPS, D = 32, 48, 104, 4, 2, 8
 
 
 def flat_config(**changes):
@@ -15,7 +15,7 @@ def flat_config(**changes):
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": H,
-        "intermediate_size": I,
+        "intermediate_size": MLP,
         "num_hidden_layers": 1,
         "num_attention_heads": HEADS,
         "num_key_value_heads": GROUPS,
@@ -57,7 +57,7 @@ def speculators_config(**changes):
         "transformer_layer_config": {
             "model_type": "llama",
             "hidden_size": H,
-            "intermediate_size": I,
+            "intermediate_size": MLP,
             "num_hidden_layers": 1,
             "num_attention_heads": HEADS,
             "num_key_value_heads": GROUPS,
@@ -93,9 +93,9 @@ def flat_tensors(layer="midlayer", draft_vocab=V, prefix="", num_taps=3):
         f"{layer}.self_attn.k_proj.weight": random(GROUPS * D, 2 * H),
         f"{layer}.self_attn.v_proj.weight": random(GROUPS * D, 2 * H),
         f"{layer}.self_attn.o_proj.weight": random(H, HEADS * D),
-        f"{layer}.mlp.gate_proj.weight": random(I, H),
-        f"{layer}.mlp.up_proj.weight": random(I, H),
-        f"{layer}.mlp.down_proj.weight": random(H, I),
+        f"{layer}.mlp.gate_proj.weight": random(MLP, H),
+        f"{layer}.mlp.up_proj.weight": random(MLP, H),
+        f"{layer}.mlp.down_proj.weight": random(H, MLP),
         "norm.weight": random(H),
         "lm_head.weight": random(draft_vocab, H),
     }

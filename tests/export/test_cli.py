@@ -1,0 +1,125 @@
+"""The command line: results, exit status, and errors without a traceback."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import flat_config, flat_tensors, write
+from tiny import tiny_policy, tiny_tokenizer
+
+from trl_codraft import cli
+from trl_codraft.cli import main
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    tiny_policy(num_hidden_layers=8).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    return str(write(tmp_path / "foreign", flat_config(head_dim=None), flat_tensors()))
+
+
+def test_export_then_validate(tmp_path, policy_folder, foreign, capsys):
+    target = str(tmp_path / "draft")
+    assert main(["validate", foreign]) == 1
+    assert "`head_dim` is missing" in capsys.readouterr().out
+    assert main(["export", foreign, target, "--policy", policy_folder, "--dtype", "bfloat16"]) == 0
+    capsys.readouterr()
+    assert main(["validate", target, "--policy", policy_folder]) == 0
+    out = capsys.readouterr().out
+    assert "valid" in out
+    assert "note: the tensors are torch.bfloat16" in out
+
+
+def test_validate_prints_each_problem(tmp_path, policy_folder, capsys):
+    broken = write(
+        tmp_path / "broken", flat_config(tie_word_embeddings=True, rope_theta=None, model_type=None), flat_tensors()
+    )
+    assert main(["validate", str(broken), "--policy", policy_folder]) == 1
+    out = capsys.readouterr().out
+    for text in ("`model_type` is missing", "`tie_word_embeddings`", "`rope_theta` is missing", "3 problem(s)"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["validate", "./nowhere"], "no draft folder"),
+        (["export", "./nowhere", "x", "--policy", "POLICY"], "no draft folder"),
+        (["score", "FOREIGN", "--policy", "POLICY", "--prompts-file", "./nowhere.txt"], "nowhere.txt"),
+        (["score", "FOREIGN", "--policy", "POLICY", "--prompts-file", "BAD"], "`prompt` is a string"),
+        (["export", "BIASED", "x", "--policy", "POLICY"], "biases"),
+    ],
+)
+def test_mistakes_end_with_one_line(tmp_path, policy_folder, foreign, capsys, arguments, message):
+    (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
+    biased = write(tmp_path / "biased", flat_config(), flat_tensors() | {"fc.bias": torch.zeros(32)})
+    places = {
+        "POLICY": policy_folder,
+        "FOREIGN": foreign,
+        "BAD": str(tmp_path / "bad.jsonl"),
+        "BIASED": str(biased),
+    }
+    assert main([places.get(argument, argument) for argument in arguments]) == 1
+    captured = capsys.readouterr()
+    error = captured.err.strip().splitlines()[-1]
+    assert error.startswith(f"trl-codraft {arguments[0]}: error: ")
+    assert message in error
+    assert "Traceback" not in captured.err
+
+
+def test_score_writes_json(tmp_path, policy_folder, foreign, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n\n{"prompt": "d"}\n')
+    arguments = ["score", foreign, "--policy", policy_folder, "--prompts-file", str(prompts)]
+    arguments += ["--max-new-tokens", "6", "--num-draft-tokens", "2", "--output", str(tmp_path / "scores.json")]
+    assert main(arguments) == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores == json.loads(capsys.readouterr().out)
+    assert scores["num_prompts"] == 2
+    assert scores["accept_length"] >= 1.0
+    assert len(scores["accept_rate_per_position"]) == 2
+
+
+def test_push_hands_over_the_card(tmp_path, policy_folder, foreign, capsys, monkeypatch):
+    received = {}
+
+    def push_draft(draft, policy, repo_id, **kwargs):
+        received.update(repo_id=repo_id, **kwargs)
+        return SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr(cli, "push_draft", push_draft)
+    (tmp_path / "scores.json").write_text('{"accept_length": 2.0}')
+    arguments = ["push", foreign, "me/draft", "--policy", policy_folder, "--base-model", "org/policy", "--private"]
+    assert main([*arguments, "--scores", str(tmp_path / "scores.json")]) == 0
+    assert capsys.readouterr().out.strip().endswith("https://hub/commit")
+    assert received["repo_id"] == "me/draft"
+    assert received["private"] is True
+    assert received["base_model"] == "org/policy"
+    assert received["scores"] == {"accept_length": 2.0}
+
+
+def test_grpo_hands_all_arguments_to_the_script(monkeypatch):
+    script = ModuleType("trl_codraft.scripts.grpo")
+    received = []
+    script.main = received.append
+    monkeypatch.setitem(sys.modules, "trl_codraft.scripts.grpo", script)
+    assert main(["grpo", "--model_name_or_path", "m", "--help"]) == 0
+    assert received == [["--model_name_or_path", "m", "--help"]]
+
+
+def test_help_and_missing_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert "validate" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
