@@ -78,7 +78,9 @@ def test_batch_equals_rows_alone(policy):
 def test_mask_without_pads_and_inferred_mask(policy):
     ids, _ = ragged_prompts([6, 6])
     plain = policy.generate(ids, do_sample=False, max_new_tokens=8)
-    output = speculative_generate(policy, random_draft(policy), ids, num_draft_tokens=2, do_sample=False, max_new_tokens=8)
+    output = speculative_generate(
+        policy, random_draft(policy), ids, num_draft_tokens=2, do_sample=False, max_new_tokens=8
+    )
     assert torch.equal(output.sequences, plain)
 
 
@@ -98,7 +100,14 @@ def test_several_eos_ids_and_pad_equal_to_eos(policy):
     free = policy.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)[:, ids.shape[1] :]
     eos = [int(free[0, 2]), int(free[1, 6]), int(free[2, 9])]
     output = both(
-        policy, OracleDraft(policy, sometimes_wrong), ids, mask, 4, max_new_tokens=12, eos_token_id=eos, pad_token_id=eos[0]
+        policy,
+        OracleDraft(policy, sometimes_wrong),
+        ids,
+        mask,
+        4,
+        max_new_tokens=12,
+        eos_token_id=eos,
+        pad_token_id=eos[0],
     )
     lengths = {int(torch.isin(row, torch.tensor(eos)).long().argmax()) for row in output.sequences[:, ids.shape[1] :]}
     assert len(lengths) > 1  # rows did finish at different times

@@ -15,7 +15,10 @@ FAMILIES = {
     "qwen3": ("qwen3", {"head_dim": 12}),
     "sliding_window_everywhere": ("mistral", {"sliding_window": 5}),
     "sliding_and_full_layers": ("gemma3_text", {"sliding_window": 5}),
-    "attention_sinks": ("gpt_oss", {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "attention_sinks": (
+        "gpt_oss",
+        {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "mixture_of_experts": ("mixtral", {}),
     "many_experts": ("qwen3_moe", {}),
 }

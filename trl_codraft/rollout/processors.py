@@ -95,7 +95,9 @@ def _exponential_decay(processor, prefixes, scores):
     eos = processor.eos_token_id.to(scores.device)
     steps = (prefixes.lengths - processor.regulation_start).clamp(min=0)
     # The power is taken in Python's double precision, as the class does, so that results agree to the last bit.
-    growth = torch.tensor([pow(processor.regulation_factor, step) - 1 for step in steps.tolist()], device=scores.device)
+    growth = torch.tensor(
+        [pow(processor.regulation_factor, step) - 1 for step in steps.tolist()], device=scores.device
+    )
     eos_scores = scores[:, eos]
     penalty = (eos_scores.abs() * growth.to(scores.dtype)[:, None]).masked_fill(~eos_scores.isfinite(), 0.0)
     return scores.index_add(1, eos, penalty)
@@ -169,7 +171,9 @@ def _prefix_constrained(processor, prefixes, scores):
     for pair, (row, length) in enumerate(zip(prefixes.rows.tolist(), prefixes.lengths.tolist(), strict=True)):
         allowed = processor._prefix_allowed_tokens_fn(row, prefixes.sequences[row, :length])
         if len(allowed) == 0:
-            raise ValueError(f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {row}: no token is left.")
+            raise ValueError(
+                f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {row}: no token is left."
+            )
         mask[pair, allowed] = 0
     constrained = scores + mask
     return torch.where(constrained.amax(-1, keepdim=True).isneginf(), mask, constrained)

@@ -131,7 +131,9 @@ class SpeculativeDecoder:
             ValueError: if the policy or the call is not supported; the message says what to set instead.
         """
         if model is not self.policy:
-            raise ValueError("This decoder was made for another policy: call `generate` of the model it was made with.")
+            raise ValueError(
+                "This decoder was made for another policy: call `generate` of the model it was made with."
+            )
         reason = unsupported_reason(self.policy)
         if reason is not None:
             raise ValueError(f"Speculative rollouts are not possible here: {reason}")

@@ -141,7 +141,9 @@ def _attention_reason(policy: PreTrainedModel) -> str | None:
 def _dropout_reason(policy: PreTrainedModel, training: bool) -> str | None:
     if not training:
         return None
-    active = next((name for name, module in policy.named_modules() if isinstance(module, nn.Dropout) and module.p), None)
+    active = next(
+        (name for name, module in policy.named_modules() if isinstance(module, nn.Dropout) and module.p), None
+    )
     if active is not None:
         return (
             f"dropout is active in training mode (`{active}`), so the policy has no fixed distribution to verify "
