@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from rollout.drafts import random_draft, ragged_prompts
+from rollout.drafts import ragged_prompts, random_draft
 from tiny import tiny_policy
 from torch.distributed.fsdp import fully_shard
 

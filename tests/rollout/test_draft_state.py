@@ -66,7 +66,8 @@ def test_draft_cache_equals_one_recomputed_from_true_taps(policy, monkeypatch, f
         policy, draft, ids, mask, num_draft_tokens=3, generator=generator, do_sample=True, temperature=3.0, top_k=0,
         max_new_tokens=14, eos_token_id=[3, 4, 5, 6], pad_token_id=0,
     )  # fmt: skip
-    assert len(checked) > 6 and output.stats.accepted > 0
+    assert len(checked) > 6
+    assert output.stats.accepted > 0
 
 
 def hand_count(reference, prompt, k, wrong, eos, budget):
@@ -128,7 +129,8 @@ def test_counters_equal_a_count_by_hand(policy, k):
         # Nothing but what was committed is counted, so the ratio is committed tokens per verification where k >= 1.
         assert output.stats.accept_length == 1 + expected.accepted / expected.verifications
     else:
-        assert output.stats.tokens_per_row_forward == 1.0 and output.stats.verifications == 0
+        assert output.stats.tokens_per_row_forward == 1.0
+        assert output.stats.verifications == 0
 
 
 def test_new_draft_weights_are_used_by_the_next_call(policy):
@@ -189,7 +191,9 @@ def test_stats_add_up_over_calls_and_ranks():
     assert len(first.as_tensor()) == 7 + MAX_DRAFT_TOKENS
     assert (first.verifications, first.drafted, first.accepted) == (2, 5, 3)
     assert first.accepted_per_position[:3] == [2, 1, 0]
-    assert first.accept_length == 2.5 and first.accept_rate == 0.6 and first.num_draft_tokens == 2.5
+    assert first.accept_length == 2.5
+    assert first.accept_rate == 0.6
+    assert first.num_draft_tokens == 2.5
     assert first.tokens_per_row_forward == 2.0
     first.reset()
     assert first == SpeculativeStats()

@@ -197,7 +197,8 @@ def test_dropout_counts_only_in_training_mode():
 
 
 def test_refusals_read_the_configuration_and_the_arguments():
-    assert refused_reason(GenerationConfig(num_beams=4)) and refused_reason(num_beams=4)
+    assert refused_reason(GenerationConfig(num_beams=4))
+    assert refused_reason(num_beams=4)
     assert refused_reason(GenerationConfig(num_beams=4), num_beams=1) is None
     assert refused_reason(GenerationConfig()) is None
     assert unsupported_reason(tiny_policy("llama", num_hidden_layers=1), GenerationConfig(num_beams=4)) is not None

@@ -156,4 +156,5 @@ def test_draft_in_bf16_under_a_bf16_policy_samples():
     assert draft.compute_dtype == torch.bfloat16
     ids, mask = ragged_prompts([5, 2, 7], seed=4)
     output = speculative_generate(policy, draft, ids, mask, num_draft_tokens=2, do_sample=True, max_new_tokens=12)
-    assert output.sequences.shape == (3, 19) and output.stats.drafted > 0
+    assert output.sequences.shape == (3, 19)
+    assert output.stats.drafted > 0

@@ -220,8 +220,22 @@ def test_impossible_token_is_rejected_even_by_a_zero_draw():
 
 
 def test_draft_emptied_by_the_processors_falls_back_to_its_own_distribution():
-    raw = torch.tensor([[1.0, 2.0, -torch.inf], [1.0, 2.0, -torch.inf]])
-    processed = torch.tensor([[-torch.inf] * 3, [-torch.inf, 5.0, -torch.inf]])
+    raw = torch.tensor([[1.0, 2.0, -torch.inf], [1.0, 2.0, -torch.inf], [torch.nan, 1.0, 2.0]])
+    processed = torch.tensor([[-torch.inf] * 3, [-torch.inf, 5.0, -torch.inf], [torch.nan, 1.0, 2.0]])
     q = sampling.draft_distribution(processed, raw)
     torch.testing.assert_close(q[0], raw[0].softmax(-1))
     assert torch.equal(q[1], torch.tensor([0.0, 1.0, 0.0]))
+    torch.testing.assert_close(q[2], torch.full((3,), 1 / 3))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_draft_that_returns_nan_costs_only_speed(policy, prompts, exact, do_sample):
+    draft = random_draft(policy, seed=3)
+    torch.nn.init.constant_(draft.fc.weight, torch.nan)
+    if do_sample:
+        rows, stats = sample(policy, draft, prompts, 2, "top_p")
+        assert min(p_value(expected, row) for expected, row in zip(exact("top_p"), rows, strict=True)) > 1e-3
+        return
+    plain = policy.generate(prompts[0], attention_mask=prompts[1], do_sample=False, max_new_tokens=9)
+    output = speculative_generate(policy, draft, *prompts, num_draft_tokens=2, do_sample=False, max_new_tokens=9)
+    assert torch.equal(output.sequences, plain)

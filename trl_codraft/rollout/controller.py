@@ -18,24 +18,22 @@ PROBE_EVERY = 24
 
 
 class FixedDraftLength:
-    """Always the same number of draft tokens; nothing is measured."""
+    """Always the same number of draft tokens; nothing is measured, nothing saved."""
 
     def __init__(self, num_draft_tokens: int):
         self.max_draft_tokens = num_draft_tokens
 
     def choose(self, active_rows: int) -> int:
-        """The fixed number."""
         return self.max_draft_tokens
 
     def observe(self, active_rows: int, counts: Sequence[int], kept: Sequence[int], seconds: float) -> None:
-        """Ignores the round."""
+        pass
 
     def state_dict(self) -> dict:
-        """Nothing to save."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing to load."""
+        pass
 
 
 class DraftLengthController:
@@ -72,19 +70,7 @@ class DraftLengthController:
         return best
 
     def observe(self, active_rows: int, counts: Sequence[int], kept: Sequence[int], seconds: float) -> None:
-        """
-        Takes in one finished round.
-
-        Args:
-            active_rows (`int`):
-                Rows in the round.
-            counts (`Sequence[int]`):
-                Drafted tokens of each row.
-            kept (`Sequence[int]`):
-                Leading drafted tokens the policy accepted in each row.
-            seconds (`float`):
-                Wall-clock duration of the round.
-        """
+        """Takes in a finished round: drafted and accepted tokens of each row, and its wall-clock seconds."""
         measured = self.seconds.setdefault(_bucket(active_rows), {})
         k = min(max(counts), self.max_draft_tokens)
         measured[k] = seconds if k not in measured else measured[k] + SMOOTHING * (seconds - measured[k])

@@ -101,9 +101,10 @@ def verify_greedy(
 
 def draft_distribution(scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
     """
-    The draft's distribution after the processors, or before them in rows the processors left without any token (a
-    constraint that allows only tokens outside the draft's vocabulary). Any distribution is lossless if tokens are drawn
-    from the one that is later compared with the policy's.
+    The draft's distribution after the processors. In rows the processors left without any token (a constraint that
+    allows only tokens outside the draft's vocabulary) the distribution before them, and for a draft whose scores are not
+    numbers the uniform one: any distribution is lossless if tokens are drawn from the one that is later compared with
+    the policy's, so a broken draft costs speed and nothing else.
 
     Args:
         scores (`torch.FloatTensor` of shape `(B, V)`):
@@ -114,7 +115,7 @@ def draft_distribution(scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.FloatTensor` of shape `(B, V)`: probabilities.
     """
-    probabilities = scores.softmax(-1)
-    # A processor may lift a token the draft does not have (forced tokens); the draft cannot stand for it, but q may.
-    usable = probabilities.isfinite().all(-1, keepdim=True)
-    return torch.where(usable, probabilities, raw.softmax(-1))
+    for fallback in (raw, torch.zeros_like(raw)):
+        probabilities = scores.softmax(-1)
+        scores = torch.where(probabilities.isfinite().all(-1, keepdim=True), scores, fallback)
+    return scores.softmax(-1)
