@@ -1,0 +1,144 @@
+"""
+The GRPO script: TRL's arguments, with the draft's added. `trl-codraft grpo` and `examples/scripts/grpo_codraft.py`
+both run it.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from datasets import load_dataset
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
+from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
+from trl.scripts.grpo import GRPOScriptArguments
+
+from ..config import CoDraftGRPOConfig
+from ..trainer import CoDraftGRPOTrainer
+
+
+REWARD_FUNCS = {
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+}
+
+
+@dataclass
+class CoDraftScriptArguments(GRPOScriptArguments):
+    """
+    Arguments of the script, besides those of the trainer and the model.
+
+    Args:
+        draft_repo_id (`str`, *optional*):
+            Hub repository that the trained draft is pushed to, with a card, when training is over. Servers take a
+            draft from a repository of its own, not from the policy's `draft/` folder.
+    """
+
+    draft_repo_id: str | None = field(
+        default=None, metadata={"help": "Hub repository that the trained draft is pushed to after training."}
+    )
+
+
+def make_parser(prog: str | None = None) -> TrlParser:
+    """A parser of script, trainer, model and dataset arguments, from the command line and `--config` files."""
+    return TrlParser((CoDraftScriptArguments, CoDraftGRPOConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+
+
+def load_reward_funcs(script_args: CoDraftScriptArguments) -> list[str | Callable]:
+    """
+    The rewards named by `--reward_funcs` (TRL's names, or dotted import paths such as `my_lib.rewards.length`) and
+    `--reward_model_name_or_path`.
+
+    Raises:
+        ValueError: if a name is neither, or there is none.
+    """
+    rewards = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
+    for name in script_args.reward_funcs or []:
+        if name in REWARD_FUNCS:
+            rewards.append(REWARD_FUNCS[name])
+        elif "." in name:
+            module, _, function = name.rpartition(".")
+            sys.path.insert(0, os.getcwd())
+            rewards.append(getattr(importlib.import_module(module), function))
+        else:
+            raise ValueError(
+                f"Unknown reward function {name!r}. Take one of {sorted(REWARD_FUNCS)}, or the dotted path of your own."
+            )
+    if not rewards:
+        raise ValueError("No reward: set `--reward_funcs` or `--reward_model_name_or_path`.")
+    return rewards
+
+
+def load_splits(script_args: CoDraftScriptArguments, dataset_args: DatasetMixtureConfig):
+    """The dataset named by `--dataset_name`, or the mixture of a config file's `datasets`."""
+    if dataset_args.datasets:
+        return get_dataset(dataset_args)
+    if script_args.dataset_name is None:
+        raise ValueError("No dataset: set `--dataset_name`, or `datasets` in a config file.")
+    return load_dataset(
+        script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
+    )
+
+
+def build_trainer(
+    script_args: CoDraftScriptArguments,
+    training_args: CoDraftGRPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> CoDraftGRPOTrainer:
+    """The trainer of a run with a model and a dataset of the Hub, or of local folders."""
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    splits = load_splits(script_args, dataset_args)
+    evaluates = training_args.eval_strategy != "no"
+    return CoDraftGRPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=load_reward_funcs(script_args),
+        args=training_args,
+        train_dataset=splits[script_args.dataset_train_split],
+        eval_dataset=splits[script_args.dataset_test_split] if evaluates else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """
+    Trains, saves and, where asked, pushes.
+
+    Args:
+        arguments (`Sequence[str]`, *optional*):
+            Command-line arguments; those of the process by default.
+    """
+    parser = make_parser(prog="trl-codraft grpo")
+    parsed = parser.parse_args_and_config(
+        args=list(sys.argv[1:] if arguments is None else arguments)
+    )
+    script_args, training_args = parsed[0], parsed[1]
+    trainer = build_trainer(*parsed[:4])
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Policy in {training_args.output_dir}, draft in {training_args.output_dir}/draft.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    if script_args.draft_repo_id is not None:
+        trainer.push_draft_to_hub(script_args.draft_repo_id)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()
