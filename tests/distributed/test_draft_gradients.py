@@ -1,0 +1,99 @@
+"""Two gloo processes against one process on the union of their rows."""
+
+import os
+import tempfile
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from modeling.draft_cases import NOTHING_TRAINED, RAGGED, draft_case, microbatch
+
+from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+
+
+K = 3
+STEPS = 2
+
+# Per case: what each rank accumulates, in order; None is a rank without tokens. Rows of a rank keep their number.
+CASES = {
+    "uneven": [[RAGGED, ([5], [[(2, 5)]])], [([4, 11], [[(3, 4)], [(1, 11)]]), ([3], [[(0, 3)]])]],
+    "one rank untrained": [[RAGGED, NOTHING_TRAINED], [NOTHING_TRAINED, NOTHING_TRAINED]],
+    "one rank empty": [[RAGGED, None], [None, None]],
+    "nothing anywhere": [[NOTHING_TRAINED], [None]],
+}
+
+
+def microbatches(config, plan, rank):
+    return [
+        None if case is None else microbatch(config, *case, K, seed=10 * rank + index)[0]
+        for index, case in enumerate(plan)
+    ]
+
+
+def train(reduce_sum, plans, reduced):
+    """Weights, last gradient sums and metrics after `STEPS` steps over the microbatches of `plans` (rank, plan)."""
+    draft, head = draft_case(reduced=reduced)
+    args = DraftTrainingArguments(num_passes=K, decay=0.7, loss_chunk_size=7, learning_rate=1e-2, warmup_steps=0)
+    gradients = []
+
+    def recording(flat):
+        flat = reduce_sum(flat)
+        gradients.append(flat.clone())
+        return flat
+
+    trainer = DraftTrainer(draft, head, args, reduce_sum=recording, num_training_steps=10)
+    for _ in range(STEPS):
+        for rank, plan in plans:
+            for batch in microbatches(draft.config, plan, rank):
+                trainer.accumulate(batch)
+        metrics = trainer.step()
+    return {"weights": draft.state_dict(), "gradients": gradients, "metrics": metrics, "updates": trainer.num_updates}
+
+
+def reduce_over_ranks(flat):
+    dist.all_reduce(flat)
+    return flat
+
+
+def run_rank(rank, world_size, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    try:
+        results = {
+            (case, reduced): train(reduce_over_ranks, [(rank, plans[rank])], reduced)
+            for case, plans in CASES.items()
+            for reduced in (False, True)
+        }
+        torch.save(results, os.path.join(folder, f"{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results_of_ranks():
+    """Results of both ranks; one pair of processes runs all cases, as starting it costs more than they do."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, args=(2, folder), nprocs=2)
+        return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(2)]
+
+
+def assert_equal(actual, expected, tolerance):
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][name], value, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(actual["gradients"], expected["gradients"], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=tolerance)
+    assert actual["updates"] == expected["updates"]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one_on_the_union_of_rows(results_of_ranks, case, reduced):
+    first, second = (results[case, reduced] for results in results_of_ranks)
+    union = train(lambda flat: flat, list(enumerate(CASES[case])), reduced)
+    assert_equal(first, union, 1e-11)
+    assert_equal(second, first, 0.0)
+    assert union["updates"] == (0 if case == "nothing anywhere" else STEPS)
