@@ -15,8 +15,8 @@ from .modeling.disk_config import server_default_tap_layers
 
 CITATIONS = """\
 ```bibtex
-@article{codraft2026,
-    title  = {Online draft co-training for speculative decoding in reinforcement learning},
+@article{online2026codraft,
+    title  = {Online Draft Co-Training for Speculative Decoding in Large-Scale, Long-Context RL Post-Training},
     eprint = {2609.07108},
     archivePrefix = {arXiv},
     url    = {https://arxiv.org/abs/2609.07108},
@@ -71,7 +71,8 @@ def limits(config: Eagle3DraftConfig) -> list[str]:
         sentences.append("Not SGLang releases that ignore `norm_before_fc` (0.5.23 reads it).")
     if len(config.tap_layers) != 3:
         sentences.append(
-            f"Not servers that need 3 tap layers: this draft reads {len(config.tap_layers)} (`num_aux_hidden_states`)."
+            f"Not servers that need 3 tap layers: this draft reads {len(config.tap_layers)}. vLLM 0.32 and SGLang "
+            "0.5.23 read `num_aux_hidden_states`; their releases before that key assume 3."
         )
     if config.num_policy_layers in config.tap_layers:
         sentences.append("Not SGLang: one tap is the output of the last layer, and SGLang captures layer inputs only.")

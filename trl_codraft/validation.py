@@ -22,6 +22,7 @@ from .modeling.disk_config import (
     PARALLEL_DRAFTING_KEYS,
     READABLE_ARCHITECTURES,
     TAP_KEY,
+    check_sections,
     layer_section,
     server_default_tap_layers,
 )
@@ -63,6 +64,7 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
         return [f"{path} holds no {CONFIG_NAME}: not a draft, or its export was interrupted"]
     try:
         raw, tensors = read_config(path), read_tensors(path)
+        check_sections(raw)
     except ValueError as error:
         return [str(error)]
     model = policy if isinstance(policy, nn.Module) else None
@@ -220,7 +222,10 @@ def _check_taps(raw: Mapping[str, Any], policy_config: Any) -> Iterator[str]:
                 found = section.get("num_aux_hidden_states")
                 yield f"`num_aux_hidden_states` in {place} is {found} but there are {len(taps)} tap layers"
     if len(taps) != 3:
-        yield f"{NOTE}{len(taps)} tap layers: not for servers that need 3 (those that ignore `num_aux_hidden_states`)"
+        yield (
+            f"{NOTE}{len(taps)} tap layers: not servers that need 3, such as vLLM and SGLang releases before they read "
+            "`num_aux_hidden_states` (0.32 and 0.5.23 do)"
+        )
     if num_layers is not None and num_layers in taps:
         yield f"{NOTE}tap {num_layers} is the output of the last layer: not SGLang, which captures layer inputs only"
 

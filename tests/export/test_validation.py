@@ -241,5 +241,20 @@ def test_unreadable_folders(tmp_path):
     assert any("`model_type` is missing" in message for message in validate_draft(tmp_path))
 
 
+def test_damaged_weights(good, policy, tmp_path):
+    messages(good, policy, tmp_path, lambda config, tensors: None)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "damaged or incomplete" in validate_draft(tmp_path)[0]
+    weights.rename(tmp_path / "pytorch_model.bin")
+    assert "damaged or incomplete" in validate_draft(tmp_path)[0]
+
+
+@pytest.mark.parametrize("key", ["transformer_layer_config", "speculators_config", "eagle_config", "rope_parameters"])
+def test_sections_of_another_kind(good, policy, tmp_path, key):
+    found = messages(good, policy, tmp_path, lambda config, tensors: config.__setitem__(key, "text"))
+    assert f"`{key}` in the draft's config.json must be an object" in found[0]
+
+
 def test_policy_may_be_a_config(good, policy, tmp_path):
     assert messages(good, policy.config, tmp_path, lambda config, tensors: None) == []

@@ -122,8 +122,9 @@ def write_case(name: str, folder: Path) -> None:
     export_draft(build_draft(CASES[name], policy), policy, folder / "draft", dtype=CASES[name].dtype)
 
 
-def main() -> None:
-    folder, sums = Path(sys.argv[1]), {}
+def write_all(folder: Path) -> None:
+    """Writes every case, and the checksums that the golden file repeats."""
+    sums = {}
     for name, case in CASES.items():
         write_case(name, folder / name)
         policy = build_policy(case)
@@ -132,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_all(Path(sys.argv[1]))

