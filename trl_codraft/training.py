@@ -93,9 +93,9 @@ class DraftTrainer:
     """
     Accumulates the draft's gradient sums and steps its optimizer.
 
-    The loss of an optimizer step is `sum_s a_s * sum_rows CE / sum_s a_s * N_s` with sums over all microbatches and
-    ranks (DESIGN of the package, "Loss"). `accumulate` therefore adds up unnormalised gradients, and `step` sums them
-    over ranks, together with the counters, in one flat all-reduce before dividing. Every rank calls `accumulate` and
+    The loss of an optimizer step is `sum_s a_s * sum_rows CE / sum_s a_s * N_s`, `a_s = decay ** s`, with sums over all
+    microbatches and ranks and `N_s` the rows of pass `s` that count. `accumulate` therefore adds up unnormalised
+    gradients, and `step` sums them over ranks, together with the counters, in one flat all-reduce before dividing. Every rank calls `accumulate` and
     `step` equally often, with `None` where it has no tokens.
 
     Args:

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from modeling.draft_cases import NOTHING_TRAINED, RAGGED, draft_case, microbatch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from trl_codraft.training import DraftTrainer, DraftTrainingArguments
 
@@ -32,9 +35,12 @@ def microbatches(config, plan, rank):
     ]
 
 
-def train(reduce_sum, plans, reduced):
-    """Weights, last gradient sums and metrics after `STEPS` steps over the microbatches of `plans` (rank, plan)."""
+def train(reduce_sum, plans, reduced, shard=False):
+    """Weights, gradient sums and metrics of `STEPS` steps over the microbatches of `plans` (rank, plan)."""
     draft, head = draft_case(reduced=reduced)
+    if shard:
+        fully_shard(head.policy, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        assert isinstance(head.policy.get_output_embeddings().weight, DTensor)
     args = DraftTrainingArguments(num_passes=K, decay=0.7, loss_chunk_size=7, learning_rate=1e-2, warmup_steps=0)
     gradients = []
 
@@ -67,6 +73,8 @@ def run_rank(rank, world_size, folder):
             for case, plans in CASES.items()
             for reduced in (False, True)
         }
+        plan = CASES["one rank empty"][rank]
+        results["sharded head"] = train(reduce_over_ranks, [(rank, plan)], reduced=True, shard=True)
         torch.save(results, os.path.join(folder, f"{rank}.pt"))
     finally:
         dist.destroy_process_group()
@@ -97,3 +105,9 @@ def test_two_processes_equal_one_on_the_union_of_rows(results_of_ranks, case, re
     assert_equal(first, union, 1e-11)
     assert_equal(second, first, 0.0)
     assert union["updates"] == (0 if case == "nothing anywhere" else STEPS)
+
+
+def test_a_policy_sharded_by_fsdp2_teaches_the_same_also_with_an_empty_rank(results_of_ranks):
+    union = train(lambda flat: flat, list(enumerate(CASES["one rank empty"])), reduced=True)
+    assert_equal(results_of_ranks[0]["sharded head"], union, 1e-11)
+    assert_equal(results_of_ranks[1]["sharded head"], results_of_ranks[0]["sharded head"], 0.0)
