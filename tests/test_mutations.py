@@ -9,6 +9,7 @@ import inspect
 import textwrap
 
 import pytest
+import test_training
 import torch
 from modeling import test_draft_model, test_losses, test_packing, test_taps
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -131,6 +132,11 @@ def test_tool_tokens_trained(mutate, tmp_path):
 def test_stale_draft_after_an_update(monkeypatch, tmp_path):
     monkeypatch.setattr(DraftTrainer, "refresh_rollout_draft", lambda self: None)
     assert fails(test_trained_tokens.test_rollouts_use_the_updated_draft, tmp_path)
+
+
+def test_draft_stepped_on_rank_local_counts(mutate):
+    mutate(DraftTrainer, "_reduce", "values = self._flat[start:].tolist()", "values = own.tolist()")
+    assert fails(test_training.test_reduction_is_one_call_and_skips_only_on_the_reduced_count)
 
 
 @pytest.fixture(scope="module")
