@@ -20,6 +20,12 @@ from .teacher import PolicyHead
 if TYPE_CHECKING:
     from .modeling_eagle3 import Eagle3DraftModel
 
+# Measured on SmolLM2-135M (3 passes, 2230 draft tokens, AdamW 1e-3, held-out loss per token of pass 0): after 20 steps
+# 3.7 with the last tap passed through, this noise and this spread; 5.0 with the policy's final norm unscaled (it starts
+# at 13.3 instead of 6.2); 4.9 with a random `fc` and the norm unscaled (starts at 23.2).
+_NOISE = 0.5
+_LOGIT_SPREAD = 1.6
+
 
 def fill_at_random(modules: Iterable[nn.Module], seed: int, std: float | None = None) -> None:
     """
@@ -64,12 +70,19 @@ def initialize_draft(
     for layer in draft.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    for piece, scale in zip(draft.fc.weight.split(config.target_hidden_size, dim=1), scales, strict=True):
+    draft.fc.weight.mul_(_NOISE)
+    pieces = draft.fc.weight.split(config.target_hidden_size, dim=1)
+    pieces[-1].diagonal().add_(1.0)
+    for piece, scale in zip(pieces, scales, strict=True):
         piece.div_(scale)
     rows = weight[draft.target_ids.to(weight.device)]
     draft.lm_head.weight.copy_(rows.to(draft.lm_head.weight.dtype) * head.logit_scale)
     if final_norm_weight is not None:
         draft.norm.weight.copy_(final_norm_weight)
+    # Logits of a random state have this spread; the rows of a head times the final norm can make it 6 and the first
+    # guesses confidently wrong.
+    spread = (draft.lm_head.weight.float() * draft.norm.weight.float()).square().sum(dim=1).mean().sqrt()
+    draft.norm.weight.mul_((_LOGIT_SPREAD / spread).clamp(max=1.0))
 
 
 def tap_log_scales(taps: torch.Tensor, num_taps: int) -> torch.Tensor:

@@ -281,9 +281,11 @@ class Eagle3DraftModel(nn.Module):
         seed: int = 0,
     ) -> None:
         """
-        Starts a fresh draft from the policy: the head's rows (times the policy's logit scale) and the final norm are
-        copied, `o_proj` and `down_proj` are zero so that the block starts as the identity, and `fc` brings every tap
-        to the same scale. The global random state is not touched, and equal seeds give equal drafts on every rank.
+        Starts a fresh draft from the policy. The head's rows (times the policy's logit scale) and the final norm are
+        copied, the norm scaled down as far as needed for the first guesses to be unsure rather than confidently wrong;
+        `o_proj` and `down_proj` are zero, so that the block starts as the identity; `fc` brings the taps to one scale
+        and passes on the last one, plus a random mixture of all. The global random state is not touched, and equal
+        seeds give equal drafts on every rank.
 
         Args:
             head ([`PolicyHead`]):
@@ -291,8 +293,8 @@ class Eagle3DraftModel(nn.Module):
             final_norm_weight (`torch.Tensor` of shape `(H,)`, *optional*):
                 What the policy's final norm multiplies by; read off the policy if not given.
             tap_scales (`Sequence[float]` or `torch.Tensor`, *optional*):
-                Root mean square of each tap over a batch; ones if not given. With `fc_norm` or `norm_before_fc` the
-                taps arrive normed and the scales are not needed.
+                Size of a typical token's entries in each tap (see [`~initialization.tap_log_scales`]); ones if not
+                given. With `fc_norm` or `norm_before_fc` the taps arrive normed and the scales are not used.
             seed (`int`, *optional*, defaults to `0`):
                 Seed of the random part.
 
