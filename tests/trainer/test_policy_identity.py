@@ -65,13 +65,34 @@ def test_draft_does_not_change_policy_update_for_loss_type(loss_type, tmp_path):
         ("llama", {"disable_dropout": True, "scale_rewards": "none", "steps_per_generation": 4}),
         ("mixtral", {"router_aux_loss_coef": 0.01}),
         ("gemma2", {}),
+        ("llama", {"bf16": True}),
+        ("llama", {"cast_lm_head_to_fp32": True, "use_adaptive_entropy": True}),
     ],
-    ids=["checkpointing", "reentrant-checkpointing", "entropy-quantile-masked", "long-window", "moe-aux", "gemma2"],
+    ids=[
+        "checkpointing",
+        "reentrant-checkpointing",
+        "entropy-quantile-masked",
+        "long-window",
+        "moe-aux",
+        "gemma2",
+        "bf16-autocast",
+        "fp32-head-adaptive-entropy",
+    ],
 )
 def test_draft_does_not_change_policy_update_with(model, config, tmp_path):
     plain = run(plain_trainer(tmp_path / "plain", tiny_policy(model), **config))
     ours = run(codraft_trainer(tmp_path / "ours", tiny_policy(model), speculative_rollouts="false", **config))
     assert_same_run(ours, plain)
+
+
+def test_bf16_policy_trains_and_speculates(tmp_path):
+    ours = run(codraft_trainer(tmp_path, tiny_policy(dtype=torch.bfloat16), bf16=True))
+    assert ours.draft_model.compute_dtype == torch.bfloat16
+    assert ours.draft_model.lm_head.weight.dtype == torch.float32
+    assert ours.draft_trainer.rollout_draft.lm_head.weight.dtype == torch.bfloat16
+    steps = [entry for entry in ours.state.log_history if "draft/loss" in entry]
+    assert [entry["rollout/speculation_on"] for entry in steps] == [1.0] * 3
+    assert steps[-1]["draft/loss"] < steps[0]["draft/loss"]
 
 
 def test_draft_does_not_change_lora_update(tmp_path):
