@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 MAX_COUNTED_PROMPTS = 2000
-# Each pretraining rollout is trained this many times: on a CPU and on a GPU alike, generating it costs far more than
-# one more pass over it.
+# Each pretraining rollout is trained this many times: on a CPU and on a GPU alike, generating it and running the policy
+# over it cost far more than one more update of the draft.
 PASSES_PER_ROLLOUT = 4
 
 
@@ -167,13 +167,14 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
             The trainer, with its `draft_trainer` built.
         num_steps (`int`):
             Number of updates. Each trains on `per_device_train_batch_size` rollouts per rank; every rollout is used in
-            four of them.
+            four of them. The taps of one window (`steps_per_generation` microbatches) are held meanwhile.
         source ([`PolicyRollouts`]):
             Where the rollouts come from.
     """
     rows_per_step = trainer.args.per_device_train_batch_size
     rollouts_per_window = rows_per_step * trainer.args.steps_per_generation
-    queue: list[list[tuple[list[int], list[int]]]] = []
+    batches: list[DraftBatch | None] = []
+    queue: list[int] = []
     progress = tqdm(
         range(num_steps),
         desc="draft pretraining",
@@ -183,11 +184,11 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
         for _ in progress:
             if not queue:
                 rollouts = source.generate(rollouts_per_window)
+                chunks = [rollouts[i : i + rows_per_step] for i in range(0, len(rollouts), rows_per_step)]
+                batches = [source.record(chunk) for chunk in chunks]
                 for _pass in range(PASSES_PER_ROLLOUT):
-                    order = torch.randperm(len(rollouts), generator=source.random).tolist()
-                    shuffled = [rollouts[index] for index in order]
-                    queue += [shuffled[i : i + rows_per_step] for i in range(0, len(shuffled), rows_per_step)]
-            trainer.draft_trainer.accumulate(source.record(queue.pop(0)))
+                    queue += torch.randperm(len(batches), generator=source.random).tolist()
+            trainer.draft_trainer.accumulate(batches[queue.pop(0)])
             metrics = trainer.draft_trainer.step()
             trainer.draft_pretraining_log.append(metrics)
             shown = {"loss": "draft/loss", "accept_length_sim": "draft/accept_length_sim"}
