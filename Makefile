@@ -42,13 +42,13 @@ install: $(VENV)/.dev $(VENV)/.demo  ## the environment alone, for tests and dem
 # ---------------------------------------------------------------------------------------------------- main job
 demo: $(VENV)/.demo  ## environment + GRPO with a co-trained draft on a real model (about 10 minutes on 2 cores)
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE \
-	$(BIN)/python examples/scripts/grpo_codraft.py --output_dir $(OUTPUT)
+	$(BIN)/python examples/scripts/grpo_codraft.py --output_dir $(OUTPUT) $(DEMO_ARGS)
 
 demo-long: export DEMO_STEPS ?= 60
-demo-long: export DEMO_PRETRAIN_SECONDS ?= 1200
 demo-long: export DEMO_EVAL_PROMPTS ?= 64
+demo-long: DEMO_ARGS ?= --draft_pretrain_steps 640
 demo-long: OUTPUT := outputs/demo-long
-demo-long: demo  ## the same with more steps and more held-out prompts (hours; evidence, not a smoke run)
+demo-long: demo  ## the same with more pretraining, more steps and more held-out prompts (hours)
 
 # ------------------------------------------------------------------------------------------------------- tests
 test: $(VENV)/.dev  ## environment + tests (CPU only, no network)

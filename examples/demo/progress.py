@@ -35,7 +35,12 @@ class StepBudget(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: CoDraftGRPOTrainer, seconds: float, min_steps: int, steps: int | None, say: Callable[[str], None]
+        self,
+        trainer: CoDraftGRPOTrainer,
+        seconds: float,
+        min_steps: int,
+        steps: int | None,
+        say: Callable[[str], None],
     ):
         self.trainer, self.seconds, self.min_steps, self.steps, self.say = trainer, seconds, min_steps, steps, say
         self.history: list[dict] = []

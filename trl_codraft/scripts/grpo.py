@@ -125,9 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Command-line arguments; those of the process by default.
     """
     parser = make_parser(prog="trl-codraft grpo")
-    parsed = parser.parse_args_and_config(
-        args=list(sys.argv[1:] if arguments is None else arguments)
-    )
+    parsed = parser.parse_args_and_config(args=list(sys.argv[1:] if arguments is None else arguments))
     script_args, training_args = parsed[0], parsed[1]
     trainer = build_trainer(*parsed[:4])
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
