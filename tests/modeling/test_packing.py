@@ -79,6 +79,9 @@ def test_padding_is_never_a_document_nor_trained():
     batch = pack_rows(ids, keep, torch.ones_like(trained), taps, last_hidden, 4)
     assert batch.trained.all()
     assert len(batch.input_ids) == keep.sum()
+    only_padding = pack_rows(ids, keep, keep == 0, taps, last_hidden, 4)
+    assert not only_padding.trained.any()
+    assert only_padding.layout.query_lens(1) == [0] * len(keep)
     ids[keep == 0] = 999
     assert torch.equal(pack_rows(ids, keep, trained, taps, last_hidden, 4).input_ids, batch.input_ids)
 
