@@ -1,17 +1,14 @@
 """What the demo leaves behind: a plot of the run, and rollouts with and without a draft on held-out prompts."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_codraft import Eagle3DraftModel, speculative_generate
-
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402  (the backend comes first)
+from trl_codraft.rollout.stats import SpeculativeStats
 
 
 PANELS = {
@@ -24,7 +21,8 @@ PANELS = {
 
 def plot_history(history: list[dict], path: str) -> None:
     """Writes a PNG with reward, draft loss, accept length and rollout speed of every GRPO step."""
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True)
     steps = [entry["step"] for entry in history]
     for axis, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
         axis.plot(steps, [float(entry[name]) for entry in history], marker="o", markersize=3)
@@ -33,7 +31,6 @@ def plot_history(history: list[dict], path: str) -> None:
     for axis in axes[1]:
         axis.set_xlabel("GRPO step")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 @dataclass
@@ -44,18 +41,7 @@ class Arm:
     draft: Eagle3DraftModel | None
     tokens: int = 0
     cpu_seconds: float = 0.0
-    verifications: int = 0
-    accepted: int = 0
-
-    @property
-    def accept_length(self) -> float:
-        """1 + accepted / verifications."""
-        return 1.0 + self.accepted / max(self.verifications, 1)
-
-    @property
-    def tokens_per_cpu_second(self) -> float:
-        """Committed tokens per second of processor time."""
-        return self.tokens / self.cpu_seconds
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
 
 
 def compare_rollouts(
@@ -108,47 +94,43 @@ def compare_rollouts(
             torch.manual_seed(turn)
             roll_out(arms[(turn + offset) % len(arms)], policy, batch, num_draft_tokens, sampling)
         done += len(batch["input_ids"])
-    result = {
+    speed = [arm.tokens / arm.cpu_seconds for arm in arms]
+    return {
         "prompts": done,
         "batch_size": batch_size,
         "num_draft_tokens": num_draft_tokens,
         "max_new_tokens": max_new_tokens,
         "threads": torch.get_num_threads(),
-        "arms": [],
+        "arms": [
+            {
+                "name": arm.name,
+                "accept_length": arm.stats.accept_length if arm.draft is not None else None,
+                "tokens_per_cpu_second": speed[index],
+                "ratio": speed[index] / speed[0],
+                "tokens": arm.tokens,
+                "cpu_seconds": arm.cpu_seconds,
+                "verifications": arm.stats.verifications,
+                "accepted": arm.stats.accepted,
+            }
+            for index, arm in enumerate(arms)
+        ],
     }
-    for arm in arms:
-        measured = {key: value for key, value in asdict_without_draft(arm).items()}
-        measured["accept_length"] = arm.accept_length if arm.draft is not None else None
-        measured["tokens_per_cpu_second"] = arm.tokens_per_cpu_second
-        measured["ratio"] = arm.tokens_per_cpu_second / arms[0].tokens_per_cpu_second
-        result["arms"].append(measured)
-    return result
 
 
 def roll_out(arm: Arm, policy: PreTrainedModel, batch: dict, num_draft_tokens: int, sampling: dict) -> None:
-    """Adds one batch to an arm: `generate` without a draft, the speculative loop with one."""
-    width = batch["input_ids"].shape[1]
+    """Adds one batch to an arm: plain `generate` without a draft, the speculative loop with one."""
     start = time.process_time()
     if arm.draft is None:
         with torch.no_grad():
-            completions = policy.generate(**batch, **sampling)[:, width:]
-        arm.cpu_seconds += time.process_time() - start
-        # One token per row up to and including its EOS; the rest are pads, and pads are EOS here.
-        ended = (completions == policy.generation_config.eos_token_id).int().cumsum(1)
-        arm.tokens += int((ended - (completions == policy.generation_config.eos_token_id).int() == 0).sum())
-        return
-    output = speculative_generate(
-        policy, arm.draft, batch["input_ids"], batch["attention_mask"], num_draft_tokens=num_draft_tokens, **sampling
-    )
+            sequences = policy.generate(**batch, **sampling)
+    else:
+        output = speculative_generate(policy, arm.draft, **batch, num_draft_tokens=num_draft_tokens, **sampling)
+        sequences = output.sequences
+        arm.stats.add(output.stats)
     arm.cpu_seconds += time.process_time() - start
-    arm.tokens += output.stats.committed
-    arm.verifications += output.stats.verifications
-    arm.accepted += output.stats.accepted
-
-
-def asdict_without_draft(arm: Arm) -> dict:
-    """The arm's counters as plain values."""
-    return {name: value for name, value in asdict(Arm(**{**arm.__dict__, "draft": None})).items() if name != "draft"}
+    is_eos = sequences[:, batch["input_ids"].shape[1] :] == policy.generation_config.eos_token_id
+    # A row's own tokens are those with no EOS before them.
+    arm.tokens += int((is_eos.cumsum(1) - is_eos.long() == 0).sum())
 
 
 def table(comparison: dict) -> str:

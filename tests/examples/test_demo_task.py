@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from demo.task import correct_reward, ending_reward, format_reward, word_problems  # noqa: E402
+from demo.task import correct_reward, ending_reward, format_reward, word_problems
 
 
 def scores(reward, *texts, **columns):
