@@ -241,31 +241,37 @@ class _Sweep:
 
     def run(self, rows, weight, needs_rows: bool, needs_weight: bool):
         """Returns the loss and the gradients of `rows` (in their dtype) and `weight` (in fp32 or fp64)."""
-        wide = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(self.compute_dtype, torch.float32)
         row_grads = [torch.empty_like(row) if needs_rows else None for row in rows]
         weight_grad = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         cast_weight = weight.to(self.compute_dtype)
         alphas = [row.new_zeros(row.shape[0], dtype=torch.float64) for row in rows]
         for positions, slices in self.sweep.chunks():
-            teacher = _Teacher(self, self.head.logits(self.last_hidden[self.sweep.positions[positions]]))
-            self.counters["coverage"] += teacher.coverage.sum(dtype=torch.float64)
-            self.counters["positions"] += teacher.coverage.numel()
-            # All passes share one matmul with the head, and one each for the two gradients.
-            student = torch.cat([row[piece] for row, piece in zip(rows, slices, strict=True)]).to(self.compute_dtype)
-            logits = (student @ cast_weight.t()).to(wide)
-            parts = logits.split([piece.stop - piece.start for piece in slices])
-            for s, (piece, part) in enumerate(zip(slices, parts, strict=True)):
-                index = self.sweep.teacher_rows[s][piece] - positions.start
-                alphas[s][piece] = self._pass(s, part, teacher, index)
-            grad = logits.to(self.compute_dtype)
-            if needs_rows:
-                for s, part in enumerate((grad @ cast_weight).split([part.shape[0] for part in parts])):
-                    row_grads[s][slices[s]] = part.to(row_grads[s].dtype)
-            if needs_weight:
-                _accumulate_outer(weight_grad, grad, student)
+            # A call of its own, so that a chunk's logits are gone before the next chunk's are made.
+            self._chunk(positions, slices, rows, cast_weight, alphas, row_grads, weight_grad)
         self._count_acceptance(alphas)
         loss_sum = (self.counters["loss"] * self.counters["loss"].new_tensor(self.pass_weights)).sum().to(wide)
         return loss_sum, row_grads, weight_grad
+
+    def _chunk(self, positions, slices, rows, cast_weight, alphas, row_grads, weight_grad) -> None:
+        """One chunk of teacher positions and the rows it teaches; fills in `alphas` and the gradients not None."""
+        teacher = _Teacher(self, self.head.logits(self.last_hidden[self.sweep.positions[positions]]))
+        self.counters["coverage"] += teacher.coverage.sum(dtype=torch.float64)
+        self.counters["positions"] += teacher.coverage.numel()
+        # All passes share one matmul with the head, and one each for the two gradients.
+        student = torch.cat([row[piece] for row, piece in zip(rows, slices, strict=True)]).to(self.compute_dtype)
+        logits = student @ cast_weight.t()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        parts = logits.split([piece.stop - piece.start for piece in slices])
+        for s, (piece, part) in enumerate(zip(slices, parts, strict=True)):
+            index = self.sweep.teacher_rows[s][piece] - positions.start
+            alphas[s][piece] = self._pass(s, part, teacher, index)
+        grad = logits.to(self.compute_dtype)
+        if row_grads[0] is not None:
+            for s, part in enumerate((grad @ cast_weight).split([part.shape[0] for part in parts])):
+                row_grads[s][slices[s]] = part.to(row_grads[s].dtype)
+        if weight_grad is not None:
+            _accumulate_outer(weight_grad, grad, student)
 
     def _pass(self, s: int, logits: torch.Tensor, teacher: "_Teacher", index: torch.Tensor) -> torch.Tensor:
         """Counts the rows of pass `s` in a chunk, turns `logits` into their gradient, returns the acceptance rates."""
@@ -329,7 +335,8 @@ class _Teacher:
 
     def acceptance(self, student_probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """`sum_v min(p_v, q_v)`: the chance that speculative sampling accepts (arXiv 2211.17192, section 3.3)."""
-        return torch.minimum(student_probs, self.rollout_probs[index]).sum(dim=-1, dtype=torch.float64)
+        own = self.rollout_probs[index]
+        return torch.minimum(student_probs, own, out=own).sum(dim=-1, dtype=torch.float64)
 
 
 def _probs_and_coverage(inside: torch.Tensor, logits: torch.Tensor, temperature: float):
