@@ -38,7 +38,7 @@ class OracleDraft(nn.Module):
         self.__dict__["policy"] = policy
         vocab_size = policy.config.vocab_size
         self.corrupt = corrupt
-        self.target_ids = torch.arange(vocab_size) if target_ids is None else torch.tensor(target_ids)
+        self.target_ids = torch.arange(vocab_size) if target_ids is None else torch.tensor(list(target_ids))
         self.config = SimpleNamespace(
             vocab_size=vocab_size,
             draft_vocab_size=len(self.target_ids),

@@ -161,9 +161,9 @@ def test_wrong_rules_are_seen(policy, prompts, exact, monkeypatch, mutant, k):
 def test_draft_probabilities_at_another_temperature_are_seen(policy, prompts, exact, monkeypatch):
     original = loop.Rollout._verify
 
-    def hotter(self, logits, rows, lengths, counted, drafted, q, counts):
-        q = q if q is None else q.sqrt() / q.sqrt().sum(-1, keepdim=True)
-        return original(self, logits, rows, lengths, counted, drafted, q, counts)
+    def hotter(self, *args):
+        *others, q = args
+        return original(self, *others, q if q is None else q.sqrt() / q.sqrt().sum(-1, keepdim=True))
 
     monkeypatch.setattr(loop.Rollout, "_verify", hotter)
     assert worst_p_value_unchecked(policy, prompts, exact, 2) < 1e-6

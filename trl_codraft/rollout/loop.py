@@ -101,16 +101,22 @@ class Rollout:
     def run(self) -> torch.Tensor:
         """Rolls out every row: `(B, S)` ids as `generate` returns them."""
         self._prefill()
-        while True:
-            k = self.controller.choose(len(self.rows)) if self.rows and self.drafting is not None else 0
-            if self.synced:
-                active, k = agree(len(self.rows) > 0, k, self.device)
-                if active and not self.rows:
-                    self._idle_forward()
-                    continue
-            if not self.rows:
-                return self._padded()
+        with self.policy._optimize_model_for_decode():  # as `generate` does after its prefill
+            while self._keep_going():
+                pass
+        return self._padded()
+
+    def _keep_going(self) -> bool:
+        """One round; False when no row is left, in lockstep on any rank."""
+        k = self.controller.choose(len(self.rows)) if self.rows and self.drafting is not None else 0
+        active = len(self.rows) > 0
+        if self.synced:
+            active, k = agree(active, k, self.device)
+        if self.rows:
             self._round(k)
+        elif active:
+            self._idle_forward()
+        return active
 
     def _prefill(self) -> None:
         """Reads the prompts and commits the first token of each row."""
@@ -153,14 +159,13 @@ class Rollout:
         drafted, q = self._draft(counts, rows, lengths) if width > 0 else (None, None)
 
         columns = lengths[:, None] - 1 + torch.arange(width + 1, device=self.device)
-        wanted = torch.tensor(counts, device=self.device)
-        counted = torch.arange(width + 1, device=self.device) <= wanted[:, None]
+        counted = torch.arange(width + 1, device=self.device) <= torch.tensor(counts, device=self.device)[:, None]
         positions = columns - torch.tensor(self.pads, device=self.device)[:, None]
         longest = max(length - pads for length, pads in zip(self.lengths, self.pads, strict=True)) + width
         ids = self.sequences[rows[:, None], columns]
         logits, taps = self._forward(ids, torch.where(counted, positions, -1), longest, padded=True)
 
-        kept, tokens = self._verify(logits, rows, columns + 1, counted, drafted, q, wanted)
+        kept, tokens = self._verify(logits, rows, columns + 1, counts, drafted, q)
         self.sequences[rows, lengths + kept] = tokens
         block = self.sequences[rows[:, None], columns + 1]
         in_block = torch.arange(width + 1, device=self.device) <= kept[:, None]
@@ -216,23 +221,26 @@ class Rollout:
         probabilities = scores.softmax(-1) if raw is None else sampling.draft_distribution(scores, raw)
         return sampling.draw(probabilities, self.rule.generator), probabilities
 
-    def _verify(self, logits, rows, lengths, counted, drafted, q, counts):
+    def _verify(self, logits, rows, lengths, counts, drafted, q):
         """Kept draft tokens `(n,)` and the next token `(n,)`, from `(n, q, V)` logits at prefix lengths `(n, q)`."""
-        flat = counted.flatten()
-        pair_rows = rows[:, None].expand_as(counted).flatten()[flat]
-        prefixes = Prefixes(self.sequences, pair_rows, lengths.flatten()[flat])
-        scores = self.rule.processors(prefixes, logits.flatten(0, 1)[flat].float())
+        shape = lengths.shape
+        # Flat (row, column) pairs that count. From host values: a boolean index would wait for the device.
+        pairs = [row * shape[1] + column for row, count in enumerate(counts) for column in range(count + 1)]
+        some = slice(None) if len(pairs) == shape.numel() else torch.tensor(pairs, device=self.device)
+        pair_rows = rows[:, None].expand(shape).flatten()[some]
+        prefixes = Prefixes(self.sequences, pair_rows, lengths.flatten()[some])
+        scores = self.rule.processors(prefixes, logits.flatten(0, 1)[some].float())
+        wanted = torch.tensor(counts, device=self.device)
         if not self.rule.do_sample:
-            best = rows.new_zeros(flat.shape)
-            best[flat] = scores.argmax(-1)
-            best = best.view_as(counted)
-            return sampling.verify_greedy(best, drafted if drafted is not None else best[:, :0], counts)
-        p = scores.new_zeros(len(flat), scores.shape[-1])
-        p[flat] = scores.softmax(-1)
-        p = p.view(*counted.shape, -1)
+            best = rows.new_zeros(shape.numel())
+            best[some] = scores.argmax(-1)
+            best = best.view(shape)
+            return sampling.verify_greedy(best, drafted if drafted is not None else best[:, :0], wanted)
         if drafted is None:
-            return torch.zeros_like(rows), sampling.draw(p[:, 0], self.rule.generator)
-        return sampling.verify_sampled(p, q, drafted, counts, self.rule.generator)
+            return torch.zeros_like(rows), sampling.draw(scores.softmax(-1), self.rule.generator)
+        p = scores.new_zeros(shape.numel(), scores.shape[-1])
+        p[some] = scores.softmax(-1)
+        return sampling.verify_sampled(p.view(*shape, -1), q, drafted, wanted, self.rule.generator)
 
     def _forward(self, ids, positions, longest: int, padded: bool, last_only: bool = False):
         """Policy forward: logits and concatenated taps (None without a draft)."""
