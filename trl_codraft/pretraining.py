@@ -17,6 +17,7 @@ from datasets import IterableDataset
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
+from .modeling.initialization import tap_log_scales
 from .modeling.packing import DraftBatch, pack_rows
 from .modeling.vocab import choose_draft_vocab
 
@@ -118,20 +119,20 @@ class PolicyRollouts:
         )
 
 
-def measure_tap_scales(trainer: "CoDraftGRPOTrainer", batch: DraftBatch | None) -> torch.Tensor:
+def measure_tap_scales(trainer: "CoDraftGRPOTrainer", batch: DraftBatch | None) -> torch.Tensor | None:
     """
-    Root mean square of each tap over the tokens of one batch per rank.
+    The typical size of each tap over the tokens of one batch per rank: the geometric mean of their root mean squares,
+    which the few tokens with huge hidden states (a prompt's first) do not move.
 
     Returns:
-        `torch.Tensor`: fp32, shape `(number of taps,)`.
+        `torch.Tensor` or `None`: fp32, shape `(number of taps,)`; `None` if no rank has a token.
     """
     num_taps = len(trainer.draft_model.config.tap_layers)
     sums = torch.zeros(num_taps + 1, dtype=torch.float64, device=trainer.accelerator.device)
     if batch is not None:
-        squares = batch.taps.double().square().unflatten(-1, (num_taps, -1))
-        sums[:num_taps], sums[num_taps] = squares.mean(-1).sum(0), len(batch.taps)
+        sums[:num_taps], sums[num_taps] = tap_log_scales(batch.taps, num_taps), len(batch.taps)
     sums = trainer.accelerator.reduce(sums, reduction="sum")
-    return (sums[:-1] / sums[-1].clamp(min=1)).sqrt().float()
+    return (sums[:-1] / sums[-1]).exp().float() if sums[-1] > 0 else None
 
 
 def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[tuple[list[int], list[int]]]) -> torch.Tensor:
