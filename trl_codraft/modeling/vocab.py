@@ -39,7 +39,9 @@ def choose_draft_vocab(counts: torch.Tensor, size: int, always: Iterable[int] = 
         )
     forced = sorted({int(token) for token in always})
     if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
-        raise ValueError(f"The ids {forced} that must be in the draft vocabulary do not all lie in 0..{vocab_size - 1}.")
+        raise ValueError(
+            f"The ids {forced} that must be in the draft vocabulary do not all lie in 0..{vocab_size - 1}."
+        )
     if len(forced) > size:
         raise ValueError(
             f"`draft_vocab_size` is {size}, but {len(forced)} special and EOS tokens must be in the draft vocabulary. "
