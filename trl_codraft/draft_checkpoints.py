@@ -149,6 +149,7 @@ class DraftCheckpoints(Trainer):
             self.draft_model.load_state_dict(Eagle3DraftModel.from_pretrained(str(folder)).state_dict())
             self.draft_trainer.refresh_rollout_draft()
             return
-        state = torch.load(folder / DRAFT_STATE_NAME, map_location=self.accelerator.device, weights_only=True)
+        # On the CPU: AdamW's step counters belong there, and loading moves the moments to the weights' device.
+        state = torch.load(folder / DRAFT_STATE_NAME, map_location="cpu", weights_only=True)
         self.draft_trainer.load_state_dict(state["draft_trainer"])
         self._decoder.controller.load_state_dict(state["controller"])

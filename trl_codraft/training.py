@@ -53,7 +53,7 @@ class DraftTrainingArguments:
             AdamW's weight decay, for matrices only.
         max_grad_norm (`float`, *optional*, defaults to `1.0`):
             Gradient norm to clip to; 0 leaves gradients as they are.
-        loss_chunk_size (`int`, *optional*, defaults to `1024`):
+        loss_chunk_size (`int`, *optional*, defaults to `128`):
             Draft rows whose logits exist at a time.
     """
 
@@ -68,7 +68,7 @@ class DraftTrainingArguments:
     warmup_steps: int = 20
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    loss_chunk_size: int = 1024
+    loss_chunk_size: int = 128
 
     def __post_init__(self):
         for name in ("num_passes", "loss_chunk_size"):

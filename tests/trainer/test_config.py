@@ -30,7 +30,7 @@ VALUES = {
     "draft_warmup_steps": ("3", 3, 3),
     "draft_weight_decay": ("0.1", 0.1, 0.1),
     "draft_max_grad_norm": ("0.5", 0.5, 0.5),
-    "draft_loss_chunk_size": ("128", 128, 128),
+    "draft_loss_chunk_size": ("64", 64, 64),
     "draft_train_on_prompt": ("true", True, True),
     "draft_pretrain_steps": ("5", 5, 5),
     "speculative_rollouts": ("true", True, "true"),

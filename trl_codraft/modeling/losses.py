@@ -86,7 +86,7 @@ def draft_loss(
         rollout_temperature (`float`, *optional*, defaults to `1.0`):
             Temperature of the simulated acceptance (metrics only).
         detach_passes (`bool`, *optional*, defaults to `False`):
-            Whether the hidden state handed from pass to pass is cut from the graph.
+            Whether hidden states and keys handed from pass to pass are cut from the graph.
 
     Returns:
         [`DraftLoss`]
