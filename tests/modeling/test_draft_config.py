@@ -66,6 +66,20 @@ def test_mixture_of_experts_gets_a_dense_mlp(model_type, sizes, width):
     assert Eagle3DraftConfig.from_policy(policy).intermediate_size == width
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "heads", "expected"),
+    [(40, (6, 3), (5, 1)), (48, (5, 5), (4, 1)), (36, (8, 4), (4, 4)), (24, (5, 1), (4, 1))],
+)
+def test_heads_that_do_not_divide_the_width_become_fewer(hidden_size, heads, expected):
+    policy = AutoConfig.for_model(
+        "qwen3", hidden_size=hidden_size, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8
+    )
+    config = Eagle3DraftConfig.from_policy(policy)
+    assert (config.num_attention_heads, config.num_key_value_heads) == expected
+    assert config.head_dim == 8
+    assert hidden_size % config.num_attention_heads == 0
+
+
 def test_latent_attention_gets_ordinary_heads():
     draft = Eagle3DraftConfig.from_policy(AutoConfig.for_model("deepseek_v3"))
     assert (draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim) == (56, 8, 128)

@@ -4,6 +4,8 @@ Configuration of an EAGLE-3 draft.
 Shapes: `H` draft hidden size, `Ht` policy hidden size, `n` policy layers, `V` / `Vd` policy / draft vocabulary.
 """
 
+import math
+
 from transformers import PreTrainedConfig
 
 
@@ -279,6 +281,11 @@ def _attention_sizes(config: PreTrainedConfig) -> dict[str, int]:
     else:
         num_key_value_heads = _first_number(config, "num_key_value_heads", default=num_heads)
         head_dim = _first_number(config, "head_dim", default=config.hidden_size // num_heads)
+        if config.hidden_size % num_heads:
+            # Llama configurations, in which servers read a draft, want heads that divide the width, whatever head_dim.
+            num_key_value_heads = math.gcd(int(num_key_value_heads), config.hidden_size)
+            fitting = range(num_heads, 0, -1)
+            num_heads = next(h for h in fitting if config.hidden_size % h == 0 and h % num_key_value_heads == 0)
     return {
         "num_attention_heads": int(num_heads),
         "num_key_value_heads": int(num_key_value_heads),
