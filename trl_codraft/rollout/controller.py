@@ -12,9 +12,8 @@ from .stats import MAX_DRAFT_TOKENS
 # Before anything is measured: acceptance per position, and the cost of one more drafted token in plain steps.
 PRIOR_ACCEPTANCE = 0.6
 PRIOR_TOKEN_COST = 0.12
-# Weight of a new measurement, and how often another draft length is tried to keep the measurements alive.
-SMOOTHING = 0.1
-PROBE_EVERY = 24
+SMOOTHING = 0.1  # weight of a new measurement
+PROBE_EVERY = 24  # choices between two tries of another length
 
 
 class FixedDraftLength:
@@ -77,8 +76,7 @@ class DraftLengthController:
         for position in range(k):
             reached = [a > position for n, a in zip(counts, kept, strict=True) if n > position and a >= position]
             if reached:
-                # A round of many rows weighs as much as that many rounds of one.
-                weight = 1 - (1 - SMOOTHING / 4) ** len(reached)
+                weight = 1 - (1 - SMOOTHING / 4) ** len(reached)  # many rows weigh as many rounds of one
                 self.acceptance[position] += weight * (sum(reached) / len(reached) - self.acceptance[position])
 
     def tokens(self, k: int) -> float:
