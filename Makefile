@@ -10,7 +10,7 @@ TESTS   ?= tests
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --no-compile
+PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile
 # One thread per process: two test workers share the machine, and OpenMP threads that wait for a core spin.
 ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
