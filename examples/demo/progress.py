@@ -2,7 +2,6 @@
 
 import copy
 import time
-from collections.abc import Callable
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -24,8 +23,6 @@ class StepBudget(TrainerCallback):
             Steps to take even if they need more time.
         steps (`int` or `None`):
             A fixed number of steps; the time plays no role then.
-        say (`Callable`):
-            Prints one line.
 
     Attributes:
         history (`list[dict]`):
@@ -34,19 +31,17 @@ class StepBudget(TrainerCallback):
             A copy of the draft, made when its pretraining ended.
     """
 
-    def __init__(
-        self,
-        trainer: CoDraftGRPOTrainer,
-        seconds: float,
-        min_steps: int,
-        steps: int | None,
-        say: Callable[[str], None],
-    ):
-        self.trainer, self.seconds, self.min_steps, self.steps, self.say = trainer, seconds, min_steps, steps, say
+    def __init__(self, trainer: CoDraftGRPOTrainer, seconds: float, min_steps: int, steps: int | None):
+        self.trainer, self.seconds, self.min_steps, self.steps = trainer, seconds, min_steps, steps
         self.history: list[dict] = []
         self.pretrained_draft = None
         self.began = 0.0
         self.bar = None
+
+    def say(self, line: str) -> None:
+        """Prints a line above the progress bar, on the main process."""
+        if self.trainer.is_world_process_zero():
+            tqdm.write(line)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.pretrained_draft = copy.deepcopy(self.trainer.draft_model)

@@ -82,14 +82,12 @@ def compare_rollouts(
     for turn, start in enumerate(range(0, len(prompts), batch_size)):
         if done and time.monotonic() - began > seconds:
             break
-        batch = tokenizer.apply_chat_template(
-            prompts[start : start + batch_size],
-            add_generation_prompt=True,
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-            return_dict=True,
+        chats = prompts[start : start + batch_size]
+        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        batch = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt").to(
+            policy.device
         )
+        batch.pop("token_type_ids", None)
         for offset in range(len(arms)):
             torch.manual_seed(turn)
             roll_out(arms[(turn + offset) % len(arms)], policy, batch, num_draft_tokens, sampling)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, ProgressCallback
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, validate_draft
@@ -41,11 +42,12 @@ def freeze_lower_layers(policy: PreTrainedModel, trained_layers: int) -> str:
 
 def build_trainer(args: CoDraftGRPOConfig, num_test: int) -> tuple[CoDraftGRPOTrainer, list[list[dict]]]:
     """The trainer, and the held-out prompts."""
-    path = smollm2_path()
+    with PartialState().local_main_process_first():
+        path = smollm2_path()
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     train_set, test_set = word_problems(NUM_TRAIN_PROMPTS, num_test)
-    print(f"[policy] {freeze_lower_layers(policy, TRAINED_LAYERS)}")
+    said = freeze_lower_layers(policy, TRAINED_LAYERS)
     trainer = CoDraftGRPOTrainer(
         model=policy,
         reward_funcs=[format_reward, correct_reward, ending_reward(tokenizer.eos_token_id)],
@@ -53,6 +55,7 @@ def build_trainer(args: CoDraftGRPOConfig, num_test: int) -> tuple[CoDraftGRPOTr
         train_dataset=train_set,
         processing_class=tokenizer,
     )
+    trainer.accelerator.print(f"[policy] {said}")
     trainer.remove_callback(ProgressCallback)
     return trainer, test_set["prompt"]
 
@@ -71,38 +74,50 @@ def run_demo(arguments: list[str]) -> None:
     steps = int(os.environ["DEMO_STEPS"]) if os.environ.get("DEMO_STEPS") else None
     num_test = int(os.environ.get("DEMO_EVAL_PROMPTS") or 32)
     trainer, test_prompts = build_trainer(args, num_test)
-    say = trainer.accelerator.print
     marks = {"load": time.monotonic() - began}
-    say(f"[model] loaded in {marks['load']:.0f} s; pretraining the draft on the policy's own rollouts ...")
+    trainer.accelerator.print(
+        f"[model] loaded in {marks['load']:.0f} s; pretraining the draft on the policy's own rollouts ..."
+    )
 
-    budget = StepBudget(trainer, GRPO_SECONDS, MIN_STEPS, steps, say)
+    budget = StepBudget(trainer, GRPO_SECONDS, MIN_STEPS, steps)
     trainer.add_callback(budget)
     started = time.monotonic()
     trainer.train()
     marks["draft pretraining"] = budget.began - started
     marks["GRPO"] = time.monotonic() - budget.began
 
-    output = Path(args.output_dir)
-    trainer.save_model(str(output))
-    if not trainer.is_world_process_zero():
-        return
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        report(trainer, budget, test_prompts, marks, fixed_length=steps is not None)
+
+
+def report(
+    trainer: CoDraftGRPOTrainer,
+    budget: StepBudget,
+    test_prompts: list[list[dict]],
+    marks: dict[str, float],
+    fixed_length: bool,
+) -> None:
+    """Validates the draft, plots the run, compares rollouts on held-out prompts, writes and prints the results."""
+    args, output = trainer.args, Path(trainer.args.output_dir)
     print(f"[saved] policy in {output}, draft in {output / 'draft'}")
     for message in validate_draft(output / "draft", trainer.model) or ["valid for vLLM, SGLang and speculators"]:
         print(f"[saved] draft: {message}")
     plot_history(budget.history, str(output / "training.png"))
 
-    compared = time.monotonic()
+    print("[comparison] rolling out held-out prompts ...")
+    began = time.monotonic()
     comparison = compare_rollouts(
         trainer.model,
         trainer.processing_class,
         {"pretrained, then frozen": budget.pretrained_draft, "co-trained": trainer.draft_model},
         test_prompts,
         batch_size=COMPARISON_BATCH,
-        num_draft_tokens=int(args.num_draft_tokens) if str(args.num_draft_tokens).isdigit() else 2,
+        num_draft_tokens=2 if args.num_draft_tokens == "auto" else int(args.num_draft_tokens),
         max_new_tokens=args.max_completion_length,
-        seconds=COMPARISON_SECONDS if steps is None else float("inf"),
+        seconds=float("inf") if fixed_length else COMPARISON_SECONDS,
     )
-    marks["comparison"] = time.monotonic() - compared
+    marks["comparison"] = time.monotonic() - began
     results = {
         "seconds": marks,
         "comparison": comparison,

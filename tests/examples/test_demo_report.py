@@ -16,6 +16,7 @@ report = pytest.importorskip("demo.report", reason="the plot needs matplotlib: p
 
 def test_comparison_counts_the_tokens_of_each_arm():
     policy, tokenizer = tiny_policy(), tiny_tokenizer()
+    tokenizer.padding_side = "right"  # whatever it is, prompts are padded on the left
     draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config))
     prompts = [[{"role": "user", "content": "a b c"[: 1 + 2 * (index % 3)]}] for index in range(5)]
     settings = {"batch_size": 2, "num_draft_tokens": 2, "max_new_tokens": 6, "seconds": 60}
