@@ -1,0 +1,105 @@
+"""
+pytest plugin that runs TRL's GRPO tests offline on a trainer of choice. It acts when it is loaded (`-p`), before the test
+module imports its names: `trl.GRPOTrainer`, `trl.GRPOConfig` and `datasets.load_dataset` are what `--trl-trainer` says.
+"""
+
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import pytest
+import trl
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.testing_utils import torch_device
+from trl.trainer.base_config import _BaseConfig
+
+from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+
+from . import zen
+
+
+@dataclass
+class WithoutDraftConfig(CoDraftGRPOConfig):
+    """[`CoDraftGRPOConfig`] whose default is the run of `trl.GRPOTrainer`."""
+
+    use_draft: bool = field(default=False, metadata={"help": "Whether to train a draft and roll out with it."})
+
+
+class WithoutDraftTrainer(CoDraftGRPOTrainer):
+    """[`CoDraftGRPOTrainer`] that builds its own configuration, when none is given, with `use_draft=False`."""
+
+    @functools.wraps(CoDraftGRPOTrainer.__init__)
+    def __init__(self, model, reward_funcs=None, args=None, *others, **kwargs):
+        if args is None:
+            args = WithoutDraftConfig("grpo-without-draft")
+        super().__init__(model, reward_funcs, args, *others, **kwargs)
+
+
+TRAINERS = {
+    "original": (trl.GRPOTrainer, trl.GRPOConfig),
+    "without_draft": (WithoutDraftTrainer, WithoutDraftConfig),
+    "defaults": (CoDraftGRPOTrainer, CoDraftGRPOConfig),
+    # What a user gets who renames the trainer only.
+    "plain_config": (CoDraftGRPOTrainer, trl.GRPOConfig),
+}
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("trl", "TRL's own tests")
+    group.addoption("--trl-trainer", choices=sorted(TRAINERS), default="original", help="trainer to test")
+    group.addoption("--trl-outcomes", type=Path, help="JSON file to write the outcome of each test to")
+
+
+def pytest_configure(config):
+    trl.GRPOTrainer, trl.GRPOConfig = TRAINERS[config.getoption("--trl-trainer")]
+    datasets.load_dataset = zen.load_dataset
+    if config.getoption("--trl-outcomes") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Outcomes(config.getoption("--trl-outcomes")))
+
+
+class Outcomes:
+    """Writes `{test: {"outcome": ..., "message": ...}}`; a test that fails in its fixtures has failed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.tests: dict[str, dict[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "call" and report.passed:
+            return
+        name = report.nodeid.partition("::")[2]
+        message = "" if report.passed or report.longrepr is None else str(report.longrepr)
+        self.tests[name] = {"outcome": report.outcome, "message": message[-4000:]}
+
+    def pytest_sessionfinish(self):
+        self.path.write_text(json.dumps(self.tests, indent=1, sort_keys=True))
+
+
+@pytest.fixture(autouse=True)
+def cpu_without_accelerator(monkeypatch):
+    """Without an accelerator: `use_cpu=True`, and fp32 where a test leaves bf16 open (several times faster on a CPU)."""
+    if torch_device not in (None, "cpu"):
+        return
+    validate = _BaseConfig.__post_init__
+
+    def validate_on_cpu(self):
+        self.use_cpu = True
+        self.bf16 = False if self.bf16 is None else self.bf16
+        validate(self)
+
+    monkeypatch.setattr(_BaseConfig, "__post_init__", validate_on_cpu)
+
+
+@pytest.fixture
+def tiny_llama():
+    """A one-layer Llama and a word-level tokenizer, as the fixture of that name in TRL's conftest."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    core = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    return LlamaForCausalLM(config), tokenizer
