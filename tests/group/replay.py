@@ -1,0 +1,114 @@
+"""
+Group machinery without any attention of its own: each rank runs the whole microbatch but owns only its tokens, so that
+the group can be compared with plain data parallelism before anything is really split.
+"""
+
+import torch
+from trl import GRPOTrainer
+
+from trl_codraft.group import ShardScores, new_loss_group
+from trl_codraft.grouped_loss import TRAVELLING_TENSORS, GroupedLoss
+
+
+class WholeMicrobatch:
+    """Sharding by replay. Completion tokens are dealt out unevenly, and whole microbatches of few tokens to rank 0."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def count_tokens(self, attention_mask):
+        return (int(attention_mask.sum()),) * self.size
+
+    def owners(self, real):
+        """Per position of `(B, C)` the member that owns it, -1 for padding."""
+        rows, columns = real.shape
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        owners = (row * 5 + column * column) % self.size
+        if real.sum() < 3 * columns:
+            owners = torch.zeros_like(owners)
+        return owners.masked_fill(real == 0, -1)
+
+    def score(self, model, input_ids, attention_mask, logits_to_keep, compute_entropy, compute_aux_loss):
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :-logits_to_keep] = -100
+        router = {"output_router_logits": True} if compute_aux_loss else {}
+        outputs = model(input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, **router)
+        owners = self.owners(attention_mask[:, -logits_to_keep:]).flatten()
+        positions = [(owners == member).nonzero().flatten() for member in range(self.size)]
+        own = lambda values: values[:, -logits_to_keep:].flatten()[positions[self.rank]]  # noqa: E731
+        aux_loss = None
+        if compute_aux_loss:
+            share = outputs.aux_loss / self.size
+            aux_loss = share + (outputs.aux_loss - share).detach()
+        return ShardScores(
+            own(outputs.log_probs), own(outputs.entropy) if compute_entropy else None, aux_loss, positions
+        )
+
+
+class Rollouts:
+    """A `rollout_func` that replays: completions of 1 to `longest` tokens drawn from (seed, rank, call) alone."""
+
+    def __init__(self, longest=7, environment=False):
+        self.longest, self.environment, self.calls = longest, environment, 0
+
+    def __call__(self, prompts, trainer):
+        generator = torch.Generator().manual_seed(1000 * self.calls + trainer.accelerator.process_index)
+        self.calls += 1
+        draw = lambda low, high, n: torch.randint(low, high, (n,), generator=generator).tolist()  # noqa: E731
+        lengths = draw(1, self.longest + 1, len(prompts))
+        completions = [draw(8, 90, length) for length in lengths]
+        for completion in completions[::2]:
+            completion[-1] = trainer.eos_token_ids[0]
+        rollouts = {
+            "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
+            "completion_ids": completions,
+            "logprobs": None,
+        }
+        if self.environment:
+            rollouts["env_mask"] = [[int(t % 3 != 1) for t in range(length)] for length in lengths]
+        return rollouts
+
+
+def token_reward(completion_ids, **kwargs):
+    """Differs between completions and is not monotonous in anything."""
+    return [sum((7 * token + 3 * place) % 11 for place, token in enumerate(ids)) / 10 for ids in completion_ids]
+
+
+class Observed(GRPOTrainer):
+    """Keeps what a run does at each step: losses of microbatches, gradients, number of gradient reductions."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = {"losses": [], "gradients": [], "reductions": 0}
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        if self._step == 0 and self.accelerator.num_processes > 1:
+            model.register_comm_hook(self, _count_reductions)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.seen["losses"].append(loss.item())
+        return loss
+
+    def _clip_grad_norm(self, model):
+        self.seen["gradients"].append(
+            {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        )
+        return super()._clip_grad_norm(model)
+
+
+def _count_reductions(trainer, bucket):
+    trainer.seen["reductions"] += 1
+    flat = bucket.buffer().div_(trainer.accelerator.num_processes)
+    return torch.distributed.all_reduce(flat, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+class PlainTrainer(Observed):
+    """Plain data-parallel TRL."""
+
+
+class GroupedTrainer(Observed, GroupedLoss):
+    """The same with losses computed in groups of `group_size`."""
+
+    def __init__(self, *args, group_size, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss_group = new_loss_group(group_size, self.accelerator.device, TRAVELLING_TENSORS)
+        self.sharding = WholeMicrobatch(self.loss_group.rank, group_size)

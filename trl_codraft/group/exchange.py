@@ -1,0 +1,245 @@
+"""
+The ranks that compute each other's losses, and what they send to each other.
+
+Shapes: `B` rows of a microbatch, `P` prompt columns, `C` completion columns, `n` completion tokens of one shard,
+`F` values per token (log-prob, entropy).
+"""
+
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.utils import logging
+
+from .header import MAX_TENSORS, Header, TensorSpec, require_agreement
+
+
+logger = logging.get_logger(__name__)
+
+# Longest message of a failed rank that the others repeat, in bytes.
+MAX_MESSAGE = 4000
+# Tensors that travel in one buffer start at multiples of the largest item size.
+ALIGNMENT = 8
+
+
+class LossGroup:
+    """
+    The ranks that compute each other's losses together (`size` of them), and the headers of all ranks of the run.
+
+    Args:
+        members (`ProcessGroup`):
+            The group. Member `i` is its rank `i`.
+        world (`ProcessGroup`):
+            All ranks of the run.
+        device (`torch.device`):
+            Where tensors travel: the accelerator's device.
+        names (`tuple[str, ...]`):
+            Names of the tensors that a microbatch may hold, the same on all ranks.
+
+    Raises:
+        ValueError: if there are more names than a header holds.
+    """
+
+    def __init__(
+        self, members: dist.ProcessGroup, world: dist.ProcessGroup, device: torch.device, names: tuple[str, ...]
+    ):
+        if len(names) > MAX_TENSORS:
+            raise ValueError(f"A header has room for {MAX_TENSORS} tensors, got {len(names)} names.")
+        self.members = members
+        self.world = world
+        self.device = device
+        self.names = names
+        self.size = dist.get_world_size(members)
+        self.rank = dist.get_rank(members)
+        self._world_ranks = [dist.get_group_rank(world, rank) for rank in dist.get_process_group_ranks(members)]
+
+    def exchange(self, header: Header, failure: Exception | None = None) -> list[Header]:
+        """
+        Sends this rank's header to all ranks of the run and checks that all are about to do the same.
+
+        Args:
+            header ([`Header`]):
+                This rank's.
+            failure (`Exception`, *optional*):
+                What went wrong on this rank since the last exchange.
+
+        Returns:
+            `list[Header]`: the headers of the members of this group, by member.
+
+        Raises:
+            RuntimeError: on all ranks alike, if one of them failed (with its message) or they disagree.
+        """
+        message = b""
+        if failure is not None:
+            message = f"{type(failure).__name__}: {failure}".encode()[:MAX_MESSAGE]
+        numbers = replace(header, error_bytes=len(message)).encode(self.names, self.size)
+        headers = [
+            Header.decode(row, self.names, self.size)
+            for row in _all_gather(torch.tensor(numbers, device=self.device), self.world).tolist()
+        ]
+        self._raise_failures(headers, message, failure)
+        require_agreement(headers)
+        return [headers[rank] for rank in self._world_ranks]
+
+    def _raise_failures(self, headers: list[Header], message: bytes, failure: Exception | None) -> None:
+        longest = max(header.error_bytes for header in headers)
+        if longest == 0:
+            return
+        text = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        text[: len(message)] = torch.tensor(list(message), dtype=torch.uint8, device=self.device)
+        texts = _all_gather(text, self.world).cpu()
+        lines = [
+            f"rank {rank}: {bytes(texts[rank, : header.error_bytes].tolist()).decode(errors='replace')}"
+            for rank, header in enumerate(headers)
+            if header.error_bytes
+        ]
+        raise RuntimeError(f"Training stops on all ranks because of {'; '.join(lines)}") from failure
+
+    def send_rows(self, tensors: dict[str, torch.Tensor], header: Header, member: int) -> dict[str, torch.Tensor]:
+        """
+        Gives every member the tensors of one of them.
+
+        Args:
+            tensors (`dict[str, torch.Tensor]`):
+                The tensors of this rank. Used on the sending rank only.
+            header ([`Header`]):
+                The sender's header, which says what to expect.
+            member (`int`):
+                The sender.
+
+        Returns:
+            `dict[str, torch.Tensor]`: the sender's tensors, in the order of `names`.
+        """
+        specs = {name: header.tensors[name] for name in self.names if name in header.tensors}
+        mine = member == self.rank
+        buffer = _pack(tensors, specs) if mine else None
+        if buffer is None:
+            buffer = torch.empty(sum(map(_padded_bytes, specs.values())), dtype=torch.uint8, device=self.device)
+        dist.broadcast(buffer, group=self.members, group_src=member)
+        return {name: tensors[name] for name in specs} if mine else _unpack(buffer, specs)
+
+    def gather_shards(
+        self, values: torch.Tensor, positions: list[torch.Tensor], shape: tuple[int, int]
+    ) -> torch.Tensor:
+        """
+        Puts the values of all shards together. The backward hands each rank the gradient of its own values as it is:
+        no communication and no factor, because the mean over all ranks that follows is the data-parallel gradient.
+
+        Args:
+            values (`torch.Tensor` of shape `(F, n)`):
+                Values of the tokens this rank owns.
+            positions (`list[torch.LongTensor]`, each of shape `(n,)`):
+                Per member, where in the flattened `(B, C)` its values belong. Negative: a token that stands in for an
+                empty shard, which is dropped. All ranks pass the same list.
+            shape (`tuple[int, int]`):
+                `(B, C)`.
+
+        Returns:
+            `torch.Tensor` of shape `(F, B, C)`: zero where no rank owns a token.
+        """
+        return _GatherShards.apply(values, positions, shape, self)
+
+
+def new_loss_group(
+    size: int, device: torch.device, names: tuple[str, ...], timeout: timedelta | None = None
+) -> LossGroup:
+    """
+    Splits the ranks of the run into groups of `size` consecutive ones. Collective: every rank calls it.
+
+    Args:
+        size (`int`):
+            Ranks per group: `context_parallel_size * pipeline_parallel_size`.
+        device (`torch.device`), names (`tuple[str, ...]`):
+            As in [`LossGroup`].
+        timeout (`timedelta`, *optional*):
+            After which a rank that waits for another gives up. If `None`, that of the backend.
+
+    Raises:
+        ValueError: if the number of processes is not a multiple of `size`.
+    """
+    world_size = dist.get_world_size()
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"{world_size} processes cannot be split into groups of {size}. Start a multiple of {size} processes, or "
+            "lower `context_parallel_size * pipeline_parallel_size`."
+        )
+    members, _ = dist.new_subgroups(size, timeout=timeout)
+    return LossGroup(members, dist.group.WORLD, device, names)
+
+
+def parallel_mesh(
+    device_type: str, *, pipeline: int = 1, context: int = 1, ranks_per_node: int | None = None
+) -> DeviceMesh:
+    """
+    Mesh of axes `("dp", "pp", "cp")`: the ranks of a context-parallel group are neighbours, those of a loss group
+    (`pp x cp`) too.
+
+    Args:
+        device_type (`str`):
+            `"cpu"` or `"cuda"`.
+        pipeline (`int`, *optional*, defaults to `1`), context (`int`, *optional*, defaults to `1`):
+            Sizes of the two inner axes.
+        ranks_per_node (`int`, *optional*):
+            Warns if a context-parallel group would cross nodes of this many ranks.
+    """
+    if ranks_per_node is not None and ranks_per_node % context:
+        logger.warning(
+            f"`context_parallel_size={context}` does not divide the {ranks_per_node} processes of a node, so keys and "
+            "values will travel between nodes in every layer. Choose a divisor."
+        )
+    shape = (dist.get_world_size() // (pipeline * context), pipeline, context)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp", "cp"))
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A tensor of the same shape on all ranks, stacked by rank."""
+    size = dist.get_world_size(group)
+    gathered = tensor.new_empty(size * tensor.numel())
+    dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=group)
+    return gathered.view(size, *tensor.shape)
+
+
+def _padded_bytes(spec: TensorSpec) -> int:
+    return -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pack(tensors: dict[str, torch.Tensor], specs: dict[str, TensorSpec]) -> torch.Tensor:
+    """One buffer of bytes, each tensor at an aligned offset."""
+    parts = []
+    for name, spec in specs.items():
+        content = tensors[name].contiguous().view(-1).view(torch.uint8)
+        parts += [content, content.new_zeros(_padded_bytes(spec) - content.numel())]
+    return torch.cat(parts)
+
+
+def _unpack(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """The inverse of `_pack`; the tensors are views of the buffer."""
+    tensors, offset = {}, 0
+    for name, spec in specs.items():
+        tensors[name] = buffer[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        offset += _padded_bytes(spec)
+    return tensors
+
+
+class _GatherShards(torch.autograd.Function):
+    """Forward: all-gather of the shards. Backward: this rank's own slice."""
+
+    @staticmethod
+    def forward(ctx, values, positions, shape, group):
+        ctx.own = positions[group.rank]
+        full = values.new_zeros(len(values), shape[0] * shape[1])
+        longest = max(len(position) for position in positions)
+        if longest:
+            padded = values.new_zeros(len(values), longest)
+            padded[:, : values.shape[1]] = values
+            for position, shard in zip(positions, _all_gather(padded, group.members), strict=True):
+                real = position >= 0
+                full[:, position[real]] = shard[:, : len(position)][:, real]
+        return full.view(len(values), *shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        own = gradient.flatten(1)[:, ctx.own.clamp(min=0)]
+        return own.masked_fill(ctx.own < 0, 0.0), None, None, None

@@ -1,0 +1,271 @@
+"""
+TRL's GRPO trainer with its losses computed by groups of ranks (`group/`).
+
+TRL keeps seeing plain data parallelism: rollouts, rewards, advantages and gathers are untouched. What changes is who
+runs the policy: log-probs of a microbatch come from all ranks of a group, and each rank backpropagates its share of
+every member's loss. The mean over all ranks that DDP and FSDP2 take is then the data-parallel gradient.
+
+Shapes: `B` rows, `P` prompt columns, `C` completion columns.
+"""
+
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+
+import torch
+from accelerate.utils import gather
+from trl import GRPOTrainer
+
+from .group import (
+    Header,
+    LossGroup,
+    MemberAccelerator,
+    Phase,
+    Scores,
+    Sharding,
+    attributes_set,
+    backward_members,
+    describe,
+    report_as,
+    score_members,
+    score_together,
+)
+
+
+# What `GRPOTrainer._compute_loss` reads from its inputs, plus the ids and mask of a call that only scores, and the
+# mask of high-entropy tokens, which needs all ranks and is therefore made before the loss.
+TRAVELLING_TENSORS = (
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "completion_mask",
+    "advantages",
+    "num_items_in_batch",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "importance_sampling_ratio",
+    "sampling_per_token_logps",
+    "tool_mask",
+    "entropy_mask",
+    "input_ids",
+    "attention_mask",
+)
+
+# What `GRPOTrainer._compute_loss` writes to besides its metrics: the adaptive entropy controller.
+CONTROLLER_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
+
+
+class GroupedLoss(GRPOTrainer):
+    """
+    Computes losses and log-probs in groups of ranks. Without a `loss_group` it is [`~trl.GRPOTrainer`].
+
+    A microbatch takes two kinds of passes. The *gradient passes* compute and backpropagate the loss of every member of
+    the group in turn; TRL's code runs under an accelerator whose collectives do nothing, with throwaway metrics. The
+    *metric pass* then runs TRL's code once on this rank's own rows, without gradient and with the log-probs kept from
+    the gradient passes: it gives the returned loss, every metric and the one update of the entropy controller, as in
+    plain data parallelism.
+
+    Attributes:
+        loss_group ([`~group.LossGroup`] or `None`):
+            The ranks that share this rank's losses. Set after construction.
+        sharding ([`~group.Sharding`] or `None`):
+            How a microbatch is split over them.
+    """
+
+    loss_group: LossGroup | None = None
+    sharding: Sharding | None = None
+    _failure: Exception | None = None
+    # Inside a gradient or metric pass: what stands in for the scores and for the mask of high-entropy tokens.
+    _score_rows = None
+    _entropy_mask: torch.Tensor | None = None
+
+    # Losses
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.loss_group is None or not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.top_entropy_quantile < 1.0:
+            inputs = {**inputs, "entropy_mask": self._high_entropy_mask(inputs)}
+        headers = self._announce(Phase.LOSS, inputs, inputs["completion_ids"].shape[1])
+        own_scores = []
+
+        def loss_of(member, rows):
+            with self._gradient_pass(model, rows, own_scores if member == self.loss_group.rank else None):
+                return self._compute_loss(model, rows)
+
+        loss = backward_members(
+            self.loss_group,
+            headers,
+            inputs,
+            loss_of=loss_of,
+            backward=self.accelerator.backward,
+            no_sync=lambda: self._no_sync(model),
+        )
+        with torch.no_grad(), self._metric_pass(inputs, *own_scores):
+            value = super()._compute_loss(model, inputs)
+        return report_as(loss, value)
+
+    @contextmanager
+    def _gradient_pass(self, model, rows, keep):
+        """TRL's loss sees one member's rows as a world of one; `keep` takes the scores, without their graph."""
+
+        def score(*arguments):
+            scores = score_together(self.loss_group, self.sharding, model, *arguments)
+            if keep is not None:
+                keep.append(scores.detach())
+            return scores
+
+        with attributes_set(
+            self,
+            accelerator=MemberAccelerator(self.accelerator),
+            _metrics={mode: defaultdict(list) for mode in self._metrics},
+            _score_rows=score,
+            _entropy_mask=rows.get("entropy_mask"),
+            **{name: getattr(self, name) for name in CONTROLLER_STATE},
+        ):
+            yield
+
+    def _metric_pass(self, inputs, scores):
+        return attributes_set(self, _score_rows=lambda *arguments: scores, _entropy_mask=inputs.get("entropy_mask"))
+
+    def _no_sync(self, model):
+        # FSDP2 reduces and frees the gradients of each backward; holding them whole until the last costs memory.
+        return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.no_sync(model)
+
+    def _high_entropy_mask(self, inputs):
+        """Which of this rank's tokens are above the entropy threshold of all ranks: needs a pass of its own."""
+        mask = inputs["completion_mask"]
+        if inputs.get("tool_mask") is not None:
+            mask = mask * inputs["tool_mask"]
+        with torch.no_grad():
+            entropies = self._score_own_rows(
+                Phase.ENTROPY_THRESHOLD,
+                self.model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                inputs["completion_ids"].shape[1],
+                compute_entropy=True,
+            ).entropies
+            return super().get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+
+    def get_high_entropy_mask(self, entropies, mask, threshold):
+        if self._entropy_mask is not None:
+            return self._entropy_mask
+        return super().get_high_entropy_mask(entropies, mask, threshold)
+
+    # Scores
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **images,
+    ):
+        if self.loss_group is None:
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **images,
+            )
+        if self._score_rows is not None:
+            return self._score_rows(input_ids, attention_mask, logits_to_keep, compute_entropy, compute_aux_loss)
+        phase = Phase.LOG_PROBS if self.model.training else Phase.EVALUATION
+        return self._score_own_rows(
+            phase,
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            compute_aux_loss=compute_aux_loss,
+            **images,
+        )
+
+    def _score_own_rows(
+        self,
+        phase,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **images,
+    ) -> Scores:
+        """Scores this rank's rows outside the gradient passes: the group goes through the rows of each member."""
+        rows = {"input_ids": input_ids, "attention_mask": attention_mask}
+        # Images cannot travel: announcing them raises.
+        headers = self._announce(phase, {**rows, **images}, logits_to_keep, chunk_rows=batch_size or 0)
+
+        def score(ids, mask, completion_length):
+            return score_together(
+                self.loss_group, self.sharding, model, ids, mask, completion_length, compute_entropy, compute_aux_loss
+            )
+
+        return score_members(self.loss_group, headers, rows, score)
+
+    # Headers
+
+    def _announce(self, phase, rows, completion_length, chunk_rows=0):
+        """Exchanges headers; raises on all ranks what went wrong on one of them since the last time."""
+        failure, self._failure = self._failure, None
+        tensors = {}
+        try:
+            tensors = describe(rows, self.loss_group.names)
+        except ValueError as error:
+            failure = failure or error
+        attention_mask = rows.get("attention_mask")
+        if attention_mask is None:
+            attention_mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+        header = Header(
+            step=self._step,
+            phase=phase,
+            rows=len(attention_mask),
+            prompt_length=attention_mask.shape[1] - completion_length,
+            completion_length=completion_length,
+            chunk_rows=chunk_rows,
+            shard_tokens=self.sharding.count_tokens(attention_mask),
+            tensors=tensors,
+        )
+        return self.loss_group.exchange(header, failure)
+
+    def _generate(self, prompts):
+        """An exception of one rank waits for the next header, while stand-ins keep the collectives in step."""
+        try:
+            return super()._generate(prompts)
+        except Exception as error:  # of the user's rollout function, tools or model: any
+            if self.loss_group is None:
+                raise
+            self._failure = error
+        with attributes_set(self, rollout_func=_stand_in_rollouts):
+            return super()._generate(prompts)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        try:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        except Exception as error:  # of the user's reward functions or models: any
+            if self.loss_group is None:
+                raise
+            self._failure = self._failure or error
+        return gather(torch.full((len(prompts), len(self.reward_funcs)), torch.nan, device=self.accelerator.device))
+
+
+def _stand_in_rollouts(prompts, trainer):
+    """One end-of-sequence token per prompt."""
+    token = [trainer.eos_token_ids[0]]
+    return {
+        "prompt_ids": [token for _ in prompts],
+        "completion_ids": [token for _ in prompts],
+        "logprobs": [[0.0] for _ in prompts] if trainer.use_vllm else None,
+    }
