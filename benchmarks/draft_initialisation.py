@@ -37,7 +37,7 @@ NUM_PASSES = 3
 def packed_rollouts(policy, tokenizer, recorder, prompts, new_tokens):
     """One batch of rollouts at T=1, as a draft sees it."""
     inputs = tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, padding=True, padding_side="left", return_dict=True, return_tensors="pt"
+        prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     )
     with torch.no_grad():
         ids = policy.generate(**inputs, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=new_tokens)
@@ -79,7 +79,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     path = smollm2_path()
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    policy = AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     head = PolicyHead(policy)
     recorder = TapRecorder(policy, Eagle3DraftConfig.from_policy(policy.config).tap_layers)
     train, test = word_problems(args.updates * args.rows, 16)
