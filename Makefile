@@ -41,7 +41,7 @@ install: $(VENV)/.dev $(VENV)/.demo  ## the environment alone, for tests and dem
 
 # ---------------------------------------------------------------------------------------------------- main job
 demo: $(VENV)/.demo  ## environment + GRPO with a co-trained draft on a real model (about 10 minutes on 2 cores)
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE \
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE PYTHONWARNINGS=ignore::FutureWarning \
 	$(BIN)/python examples/scripts/grpo_codraft.py --output_dir $(OUTPUT) $(DEMO_ARGS)
 
 demo-long: export DEMO_STEPS ?= 60
