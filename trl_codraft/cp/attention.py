@@ -1,0 +1,222 @@
+"""
+Attention over a pack that is split over ranks: trunk keys wherever they lie, branch keys and sinks in closed form, one
+exact softmax over all of them.
+
+The backward of every part takes the output and log-sum-exp over all keys; no part needs to know the others
+(`notes` in `docs/parallelism.md`, "One softmax over many places").
+
+Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys
+and values.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..modeling.attention_kernels import AttentionKernel
+from .branch import branch_gradients, merge_branch, merge_sinks, sink_gradients
+from .kernels import choose_shard_kernel
+from .layout import ContextLayout
+from .trunk import GatheredTrunk, RingTrunk, TrunkShape, TrunkStore, WindowTrunk, add_home, make_ring, travelling_block
+
+
+class GatheredKeys:
+    """
+    Trunk keys and values of the whole group, gathered once; see [`gather_trunk`].
+
+    Attributes:
+        store ([`~trunk.TrunkStore`]): the blocks and the gradients so far.
+        token (`torch.Tensor`): ties every pass that uses the trunk to the gathering in the autograd graph, so that the
+            gradients go home after the last of them.
+    """
+
+    def __init__(self, store: TrunkStore, token: torch.Tensor):
+        self.store, self.token = store, token
+
+
+def gather_trunk(k: torch.Tensor, v: torch.Tensor, layout: ContextLayout) -> GatheredKeys:
+    """
+    Gathers the trunk's keys and values of all ranks, for several calls of [`ring_attention`] with the same trunk. What
+    is sent no longer depends on the number of passes: keys and values once here, their gradients once in the backward,
+    summed in float32. In exchange each rank holds the travelling rows of the whole group.
+
+    Args:
+        k (`torch.Tensor` of shape `(T, Hkv, D)`), v (`torch.Tensor` of shape `(T, Hkv, Dv)`):
+            Trunk keys and values of this rank.
+        layout ([`ContextLayout`]):
+            Who has which rows.
+
+    Returns:
+        [`GatheredKeys`]: for the argument `trunk` of [`ring_attention`].
+    """
+    shape = TrunkShape.of(k, v)
+    with torch.no_grad():
+        blocks = list(make_ring(layout, shape).visits(travelling_block(layout, k, v)))
+    store = TrunkStore(k.detach(), v.detach(), blocks)
+    return GatheredKeys(store, _GatherTrunk.apply(k, v, layout, store))
+
+
+class _GatherTrunk(torch.autograd.Function):
+    """The end of the gathered trunk's way back: sends home what all passes have added to the store."""
+
+    @staticmethod
+    def forward(ctx, k, v, layout, store):
+        ctx.layout, ctx.store = layout, store
+        return k.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _):
+        layout, store = ctx.layout, ctx.store
+        if store.grads is None:
+            return torch.zeros_like(store.k), torch.zeros_like(store.v), None, None
+        *parts, dk, dv = store.grads
+        store.grads = None
+        shape = TrunkShape.of(store.k, store.v)
+        if layout.cp_size > 1:
+            add_home(layout, make_ring(layout, shape).send_home(iter(parts)), shape, dk, dv)
+        return dk.to(store.k.dtype), dv.to(store.v.dtype), None, None
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: ContextLayout,
+    *,
+    branch: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    trunk: GatheredKeys | None = None,
+    kernel: AttentionKernel | None = None,
+) -> torch.Tensor:
+    """
+    Causal attention over documents that are split over the ranks of a group, exact in output and gradients. A call is
+    a collective: every rank of the group makes it with its own rows, also a rank without any, and every rank runs its
+    backward. Gradients of `q`, `k`, `v` and `branch` are those of this rank's rows with respect to the sum of all
+    ranks' losses; that of `sinks` is this rank's part of it.
+
+    With `branch` the queries are the root rows of a draft's later pass: row `r` sees the trunk keys of rows up to `r`
+    and of each branch tensor the key of its own row (EAGLE-3's training-time test,
+    https://huggingface.co/papers/2503.01840). Kept for the backward are `q`, `k`, `v`, `branch` by reference, the
+    output and the log-sum-exp: linear in passes. Trunk keys travel un-repeated; those of the whole group are never on
+    one rank unless `trunk` is given.
+
+    Args:
+        q (`torch.Tensor` of shape `(Ts, Hq, D)`):
+            Queries: all `T` rows of this rank without a branch, else those of `layout.query_rows(1)`.
+        k (`torch.Tensor` of shape `(T, Hkv, D)`), v (`torch.Tensor` of shape `(T, Hkv, Dv)`):
+            Trunk keys and values of this rank, heads not repeated.
+        layout ([`ContextLayout`]):
+            Who has which rows.
+        branch (`tuple`, *optional*):
+            Keys and values of passes 1 to this one, `(s, Ts, Hkv, D)` and `(s, Ts, Hkv, Dv)` or sequences of `s`
+            tensors.
+        window (`int`, *optional*):
+            A key is seen iff it lies fewer than `window` positions back, as in Transformers. Pass `s` queries stand
+            `s` positions after their root row, branch key `b` `b` positions after it.
+        sinks (`torch.Tensor` of shape `(Hq,)`, *optional*):
+            Score of a further key with value 0.
+        scale (`float`, *optional*, defaults to `D ** -0.5`):
+            Factor on the scores.
+        trunk ([`GatheredKeys`], *optional*):
+            [`gather_trunk`] of the same `k` and `v`; nothing travels then.
+        kernel ([`AttentionKernel`], *optional*):
+            Computes blocks; chosen by device, dtype and window if not given. With a window it must apply it.
+
+    Returns:
+        `torch.Tensor`: `(Ts, Hq, Dv)` in the dtype of `q`.
+
+    Raises:
+        ValueError: if rows, heads or settings do not fit each other.
+        RuntimeError: if another rank does not answer within the group's timeout.
+    """
+    branch_k, branch_v = (list(half) for half in branch) if branch is not None else ([], [])
+    _check(q, k, v, layout, branch is not None, branch_k, branch_v, window, sinks, trunk)
+    num_pass = 0 if branch is None else 1
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if window is None:
+        kernel = choose_shard_kernel(q, v) if kernel is None else kernel
+        if trunk is not None:
+            part = GatheredTrunk(layout, kernel, num_pass, scale, trunk.store)
+            # The gathering takes the place of the keys in the graph, unless this pass takes them as constants.
+            token = trunk.token if k.requires_grad or v.requires_grad else trunk.token.detach()
+            return _RingAttention.apply(part, scale, q, k.detach(), v.detach(), sinks, token, *branch_k, *branch_v)
+        part = RingTrunk(layout, kernel, num_pass, scale)
+    else:
+        # Keys at the same row are `s` positions back from the query of pass `s`, branch key `b` is `s - b` back.
+        left = window - 1 - len(branch_k)
+        kernel = choose_shard_kernel(q, v, max(left, 0)) if kernel is None else kernel
+        part = WindowTrunk(layout, kernel, num_pass, scale, left)
+        out_of_sight = max(0, len(branch_k) - window)
+        branch_k, branch_v = branch_k[out_of_sight:], branch_v[out_of_sight:]
+    return _RingAttention.apply(part, scale, q, k, v, sinks, None, *branch_k, *branch_v)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Trunk, branch and sinks, merged by their log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx, trunk, scale, q, k, v, sinks, token, *branch):
+        branch_k, branch_v = _halves(branch)
+        out, lse = trunk.forward(q, k, v)
+        if branch_k:
+            out, lse = merge_branch(out, lse, q, branch_k, branch_v, scale)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *branch)
+        ctx.trunk, ctx.scale = trunk, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        q, k, v, out, lse, sinks, *branch = ctx.saved_tensors
+        branch_k, branch_v = _halves(branch)
+        need_k, need_v, need_sinks, need_token = (ctx.needs_input_grad[index] for index in (3, 4, 5, 6))
+        dout = dout.contiguous()
+        dq, dk, dv = ctx.trunk.backward(dout, q, k, v, out, lse, need_k or need_v or need_token)
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+        dbranch_k, dbranch_v = [], []
+        if branch_k:
+            dq_branch, dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, ctx.scale)
+            dq += dq_branch
+        dsinks = sink_gradients(sinks, lse, delta) if need_sinks else None
+        dtoken = dout.new_zeros(()) if need_token else None
+        dk, dv = (None if grad is None else grad.to(like.dtype) for grad, like in ((dk, k), (dv, v)))
+        return None, None, dq.to(q.dtype), dk, dv, dsinks, dtoken, *dbranch_k, *dbranch_v
+
+
+def _halves(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """The keys and the values of a flat list."""
+    middle = len(tensors) // 2
+    return tensors[:middle], tensors[middle:]
+
+
+def _check(q, k, v, layout, has_branch, branch_k, branch_v, window, sinks, trunk) -> None:
+    """Rows fit the layout, heads each other, settings make sense together."""
+    num_queries = layout.query_rows(1 if has_branch else 0).shape[0]
+    if q.shape[0] != num_queries or k.shape[0] != layout.num_rows or v.shape[0] != layout.num_rows:
+        raise ValueError(
+            f"Rank {layout.rank} got {q.shape[0]} queries, {k.shape[0]} keys and {v.shape[0]} values for a layout of "
+            f"{num_queries} query rows and {layout.num_rows} trunk rows of its own; passes with a branch attend from "
+            "`layout.query_rows(1)` only."
+        )
+    if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"Heads do not fit: q {tuple(q.shape[1:])}, k {tuple(k.shape[1:])}, v {tuple(v.shape[1:])}. Queries and "
+            "keys share a head dim, keys and values their number of heads, which divides that of the queries."
+        )
+    if len(branch_k) != len(branch_v) or any(part.shape[0] != num_queries for part in (*branch_k, *branch_v)):
+        raise ValueError(f"Each branch needs a key and a value for each of the {num_queries} query rows.")
+    if window is not None and window < 1:
+        raise ValueError(f"A window of {window} tokens shows nothing; pass None for full attention.")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"Expected one sink per query head, {q.shape[1]}, got {tuple(sinks.shape)}.")
+    if trunk is not None:
+        if window is not None:
+            raise ValueError("A window fetches the few rows it needs; do not gather its trunk.")
+        if trunk.store.k.data_ptr() != k.data_ptr() or trunk.store.v.data_ptr() != v.data_ptr():
+            raise ValueError("`trunk` was gathered from other keys and values than these.")

@@ -1,0 +1,174 @@
+"""
+Kernels beyond those of `modeling/attention_kernels.py`: sliding windows, and value heads of another size.
+
+Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys and
+values.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional as F
+
+from ..modeling.attention_kernels import (
+    AttentionKernel,
+    ChunkedKernel,
+    CudaFlashKernel,
+    _cumulative,
+    _documents,
+    _group,
+    _pad_head_dim,
+    accumulation_dtype,
+    choose_kernel,
+)
+
+
+class ChunkedWindowKernel(ChunkedKernel):
+    """
+    [`ChunkedKernel`] for causal attention in which a query sees its own key and the `left` keys before it. Work and
+    memory grow with the window, not with the document.
+
+    Args:
+        left (`int`):
+            Keys seen before a query's own.
+        max_scores (`int`, *optional*, defaults to `2**24`):
+            Most scores held at a time, unless one query alone sees more.
+    """
+
+    def __init__(self, left: int, max_scores: int = 2**24):
+        super().__init__(max_scores)
+        self.left = left
+
+    def _chunks(self, q, k, q_lens, k_lens, causal, scale) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        wide = accumulation_dtype(q.dtype)
+        for queries, keys in _documents(q_lens, k_lens):
+            num_keys = keys.stop - keys.start
+            # Chunks no longer than the window: at most half of their scores are masked.
+            size = min(self.left + 1, self.max_scores // (q.shape[1] * min(num_keys, 2 * self.left + 1)))
+            size = max(1, size)
+            # From a query's row to the row of its key.
+            shift = keys.stop - queries.stop
+            for start in range(queries.start, queries.stop, size):
+                rows = slice(start, min(start + size, queries.stop))
+                seen = slice(max(keys.start, start + shift - self.left), rows.stop + shift)
+                scores = torch.einsum("hgqd,khd->hgqk", _group(q[rows].to(wide), k.shape[1]), k[seen].to(wide)) * scale
+                own = torch.arange(start + shift, rows.stop + shift, device=q.device).unsqueeze(1)
+                distance = own - torch.arange(seen.start, seen.stop, device=q.device)
+                yield rows, seen, scores.masked_fill_((distance < 0) | (distance > self.left), -torch.inf)
+
+
+class CudaWindowKernel(CudaFlashKernel):
+    """
+    [`CudaFlashKernel`] with a window: causal, aligned at the end of each document, one call. Documents without a query
+    or a key are refused by the operator and must not be passed.
+
+    Args:
+        left (`int`):
+            Keys seen before a query's own.
+    """
+
+    def __init__(self, left: int):
+        self.left = left
+
+    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        if not q_lens:
+            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        head_dim = q.shape[-1]
+        q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            _cumulative(q_lens, q.device),
+            _cumulative(k_lens, q.device),
+            max(q_lens),
+            max(k_lens),
+            0.0,
+            causal,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=self.left,
+            window_size_right=0,
+        )
+        return out[..., :head_dim], lse.T
+
+    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        if not q_lens:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        head_dim = q.shape[-1]
+        dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
+        parts = torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.T.contiguous(),
+            _cumulative(q_lens, q.device),
+            _cumulative(k_lens, q.device),
+            max(q_lens),
+            max(k_lens),
+            0.0,
+            causal,
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+            scale=scale,
+            window_size_left=self.left,
+            window_size_right=0,
+        )
+        return tuple(part[..., :head_dim] for part in parts)
+
+
+class PaddedKernel:
+    """
+    Lets a kernel that wants one head dim serve keys and values of different ones: zeros are appended to the smaller,
+    which changes no score and no output, and cut off again. Only the kernel sees them; the wire does not.
+
+    Args:
+        kernel ([`AttentionKernel`]):
+            Does the work.
+    """
+
+    def __init__(self, kernel: AttentionKernel):
+        self.kernel = kernel
+
+    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        width = max(q.shape[-1], v.shape[-1])
+        padded = (_widen(tensor, width) for tensor in (q, k, v))
+        out, lse = self.kernel.forward(*padded, q_lens, k_lens, causal=causal, scale=scale)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+        """See [`AttentionKernel`]."""
+        width = max(q.shape[-1], v.shape[-1])
+        padded = (_widen(tensor, width) for tensor in (dout, q, k, v, out))
+        grads = self.kernel.backward(*padded, lse, q_lens, k_lens, causal=causal, scale=scale)
+        return tuple(grad[..., : like.shape[-1]] for grad, like in zip(grads, (q, k, v), strict=True))
+
+
+def choose_shard_kernel(q: torch.Tensor, v: torch.Tensor, window_left: int | None = None) -> AttentionKernel:
+    """
+    The kernel for a shard's trunk.
+
+    Args:
+        q (`torch.Tensor` of shape `(Tq, Hq, D)`), v (`torch.Tensor` of shape `(Tk, Hkv, Dv)`):
+            Queries and values; device, dtype and head dims decide.
+        window_left (`int`, *optional*):
+            Keys a query sees before its own; `None` for all.
+
+    Returns:
+        [`AttentionKernel`]: a flash kernel where one exists, else the chunked one.
+    """
+    kernel = choose_kernel(q if q.shape[-1] >= v.shape[-1] else v)
+    if window_left is not None:
+        on_cuda = isinstance(kernel, CudaFlashKernel)
+        kernel = CudaWindowKernel(window_left) if on_cuda else ChunkedWindowKernel(window_left)
+    return kernel if q.shape[-1] == v.shape[-1] else PaddedKernel(kernel)
+
+
+def _widen(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros up to a head dim of `width`."""
+    return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
