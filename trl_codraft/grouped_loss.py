@@ -53,6 +53,18 @@ TRAVELLING_TENSORS = (
 # What `GRPOTrainer._compute_loss` writes to besides its metrics: the adaptive entropy controller.
 CONTROLLER_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
+# Arguments that decide what is computed when, and in which shapes.
+SCHEDULE = (
+    "num_iterations",
+    "steps_per_generation",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "num_generations",
+    "beta",
+    "top_entropy_quantile",
+)
+
 
 class GroupedLoss(GRPOTrainer):
     """
@@ -66,7 +78,7 @@ class GroupedLoss(GRPOTrainer):
 
     Attributes:
         loss_group ([`~group.LossGroup`] or `None`):
-            The ranks that share this rank's losses. Set after construction.
+            The ranks that share this rank's losses.
         sharding ([`~group.Sharding`] or `None`):
             How a microbatch is split over them.
     """
@@ -77,6 +89,22 @@ class GroupedLoss(GRPOTrainer):
     # Inside a gradient or metric pass: what stands in for the scores and for the mask of high-entropy tokens.
     _score_rows = None
     _entropy_mask: torch.Tensor | None = None
+
+    def join_loss_group(self, loss_group: LossGroup, sharding: Sharding) -> None:
+        """
+        Computes losses in a group from now on. Collective: all ranks of the run call it before training.
+
+        Args:
+            loss_group ([`~group.LossGroup`]):
+                Made with the names `TRAVELLING_TENSORS`.
+            sharding ([`~group.Sharding`]):
+                How a microbatch is split over the group.
+
+        Raises:
+            ValueError: on all ranks, if their arguments differ.
+        """
+        loss_group.require_same({name: getattr(self.args, name) for name in SCHEDULE})
+        self.loss_group, self.sharding = loss_group, sharding
 
     # Losses
 
@@ -239,6 +267,12 @@ class GroupedLoss(GRPOTrainer):
             tensors=tensors,
         )
         return self.loss_group.exchange(header, failure)
+
+    def _generate_and_score_completions(self, inputs):
+        # Before the first collective of a rollout: a rank that generates while others do not is told apart here.
+        if self.loss_group is not None:
+            self.loss_group.exchange(Header(self._step, Phase.ROLLOUT))
+        return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts):
         """An exception of one rank waits for the next header, while stand-ins keep the collectives in step."""

@@ -110,5 +110,5 @@ class GroupedTrainer(Observed, GroupedLoss):
 
     def __init__(self, *args, group_size, **kwargs):
         super().__init__(*args, **kwargs)
-        self.loss_group = new_loss_group(group_size, self.accelerator.device, TRAVELLING_TENSORS)
-        self.sharding = WholeMicrobatch(self.loss_group.rank, group_size)
+        group = new_loss_group(group_size, self.accelerator.device, TRAVELLING_TENSORS)
+        self.join_loss_group(group, WholeMicrobatch(group.rank, group_size))

@@ -97,6 +97,27 @@ class LossGroup:
         ]
         raise RuntimeError(f"Training stops on all ranks because of {'; '.join(lines)}") from failure
 
+    def require_same(self, settings: dict[str, object]) -> None:
+        """
+        Checks once that all ranks of the run have the same settings.
+
+        Args:
+            settings (`dict[str, object]`):
+                This rank's, by name.
+
+        Raises:
+            ValueError: on all ranks alike, naming the first setting that differs and its values.
+        """
+        by_rank: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(self.world))]
+        dist.all_gather_object(by_rank, settings, group=self.world)
+        for name in by_rank[0]:
+            values = [theirs[name] for theirs in by_rank]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"`{name}` differs between ranks: {values}, by rank. Ranks that compute losses together run the "
+                    "same schedule: start all of them with the same value."
+                )
+
     def send_rows(self, tensors: dict[str, torch.Tensor], header: Header, member: int) -> dict[str, torch.Tensor]:
         """
         Gives every member the tensors of one of them.

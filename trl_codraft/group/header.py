@@ -31,10 +31,11 @@ DTYPES = (
 class Phase(IntEnum):
     """What the group is about to compute."""
 
-    LOSS = 0
+    ROLLOUT = 0
     LOG_PROBS = 1
     ENTROPY_THRESHOLD = 2
-    EVALUATION = 3
+    LOSS = 3
+    EVALUATION = 4
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")
@@ -163,8 +164,7 @@ def require_agreement(headers: list[Header]) -> None:
             ours, theirs = getattr(headers[0], name), getattr(header, name)
             if ours != theirs:
                 raise RuntimeError(
-                    f"Ranks that compute losses together disagree on `{name}`: rank 0 has {ours}, rank {rank} has "
-                    f"{theirs} (phases: {headers[0].phase} and {header.phase}). Start all ranks with the same "
-                    "arguments: `num_iterations`, `steps_per_generation`, `gradient_accumulation_steps`, `beta` and "
-                    "the batch sizes decide what is computed when."
+                    f"Ranks that compute losses together disagree on the {name}: {ours} on rank 0, {theirs} on rank "
+                    f"{rank}. Start all ranks with the same arguments and resume all from the same checkpoint: "
+                    "`num_iterations`, `steps_per_generation`, `beta` and the batch sizes decide what is computed when."
                 )

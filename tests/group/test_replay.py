@@ -1,0 +1,98 @@
+"""Losses computed in groups equal plain data-parallel TRL with the same number of processes, on replayed rollouts."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import CASES, DEFAULT_CASES
+from ranks import run_script
+
+
+CLOCK = ("runtime", "per_second", "step_time", "total_flos")
+
+# World size, group sizes, cases. Each line is one start of processes.
+DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES), "4 ranks": (4, (1, 2, 4), ["adaptive entropy", "reference"])}
+SLOW_RUNS = {
+    "2 ranks, every case": (2, (1, 2), list(CASES)),
+    "4 ranks, every case": (4, (2, 4), list(CASES)),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What the ranks of a line saw, started when it is first asked for."""
+    seen = {}
+
+    def ranks_of(line):
+        if line not in seen:
+            world_size, sizes, names = {**DEFAULT_RUNS, **SLOW_RUNS}[line]
+            sizes = ",".join(map(str, sizes))
+            out = tmp_path_factory.mktemp("replay")
+            seen[line] = run_script("replay_worker.py", out, world_size, sizes, *names, timeout=280)
+        return seen[line]
+
+    return ranks_of
+
+
+PARAMETERS = [
+    pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-groups of {size}")
+    for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow,), SLOW_RUNS))
+    for line, (_, sizes, names) in lines.items()
+    for name in names
+    for size in sizes
+]
+
+
+def assert_close(actual, expected, tolerance, what):
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
+    message = lambda text: f"{what}: {text}"  # noqa: E731
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 100, equal_nan=True, msg=message)
+
+
+def assert_same_training(ours, plain, tolerance):
+    """Losses, gradients, every logged value and the final weights of one rank."""
+    assert_close(ours["losses"], plain["losses"], tolerance, "losses of microbatches")
+    assert len(ours["gradients"]) == len(plain["gradients"])
+    for step, (mine, theirs) in enumerate(zip(ours["gradients"], plain["gradients"], strict=True)):
+        assert mine.keys() == theirs.keys()
+        for name in theirs:
+            assert_close(mine[name], theirs[name], tolerance, f"gradient of {name} at step {step}")
+    assert len(ours["logs"]) == len(plain["logs"])
+    for mine, theirs in zip(ours["logs"], plain["logs"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            if not any(word in key for word in CLOCK):
+                unknown = value is None or math.isnan(value)
+                assert_close(
+                    math.nan if mine[key] is None else mine[key], math.nan if unknown else value, tolerance, key
+                )
+    for name, weight in plain["weights"].items():
+        assert_close(ours["weights"][name], weight, tolerance, name)
+    assert ours["reductions"] == plain["reductions"]
+
+
+@pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)
+def test_groups_change_no_loss_gradient_metric_or_weight(runs, line, name, size):
+    # The mixture of experts runs in fp32, the others in fp64 up to TRL's fp32 log-probs.
+    tolerance = 2e-5 if name == "experts" else 1e-9
+    for rank in runs(line):
+        assert_same_training(rank[name][size], rank[name][None], tolerance)
+
+
+def logged(rank, name, key):
+    return [entry[key] for entry in rank[name][None]["logs"] if key in entry]
+
+
+def test_cases_do_what_their_names_say(runs):
+    rank = runs("2 ranks")[0]
+    assert max(logged(rank, "dapo", "clip_ratio/region_mean")) > 0
+    assert max(logged(rank, "reference", "kl")) > 0
+    assert len(logged(rank, "evaluation", "eval_loss")) == 2
+    coefficients = logged(rank, "adaptive entropy", "entropy_coef")
+    changes = [math.copysign(1, after - before) for before, after in pairwise(coefficients)]
+    assert set(changes) == {-1.0, 1.0}
+    assert len(rank["short window"][None]["losses"]) == 3
+    assert len(rank["short window"][None]["gradients"]) == 2
+    assert min(logged(rank, "truncated", "completions/min_length")) == 1
+    assert 0 < logged(rank, "truncated", "completions/clipped_ratio")[0] < 1
