@@ -1,14 +1,15 @@
 """
-Ranks of `test_faults.py`: `python fault_worker.py OUT` lets one of two ranks do something wrong, fault after fault,
+Ranks of `test_group_faults.py`: `python fault_worker.py OUT` lets one of two ranks do something wrong, fault after fault,
 and saves the exceptions that each rank saw.
 """
 
 import sys
 from pathlib import Path
 
-from ranks import fork_ranks
+from forked_ranks import fork_ranks
 from replay import Rollouts, token_reward
 from replay_worker import build, save_policies
+from transformers import TrainerCallback
 
 
 SMALL = {"max_steps": 3, "gradient_accumulation_steps": 2}
@@ -44,11 +45,21 @@ def train(case, out, **overrides):
     build({**SMALL, **case}, out, 2, 2, **overrides).train()
 
 
-def schedule_changes_on_one_rank(rank, out):
-    trainer = build(SMALL, out, 2, 2)
-    # This rank generates at every micro-step, the other at every second.
-    trainer.args.steps_per_generation = 1 if rank == 1 else 2
-    trainer.train()
+class ForgetRollouts(TrainerCallback):
+    """Makes one rank generate where the others reuse what they have."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.rank == 1:
+            self.trainer._buffered_inputs = None
+
+
+def one_rank_generates_alone(rank, out):
+    callback = ForgetRollouts(rank)
+    callback.trainer = build(SMALL, out, 2, 2, callbacks=[callback])
+    callback.trainer.train()
 
 
 FAULTS = {
@@ -62,7 +73,7 @@ FAULTS = {
         {"evaluate": True, "eval_on_start": True}, out, reward_funcs=failing_async_reward if rank else token_reward
     ),
     "other settings": lambda rank, out: train({"num_iterations": 1 + rank}, out),
-    "schedule": schedule_changes_on_one_rank,
+    "schedule": one_rank_generates_alone,
 }
 
 

@@ -1,5 +1,5 @@
 """
-Ranks of `test_machinery.py`: `python machinery_worker.py OUT WORLD_SIZE` runs every check of this file on every rank
+Ranks of `test_group_machinery.py`: `python machinery_worker.py OUT WORLD_SIZE` runs every check of this file on every rank
 and saves, by name, the error of each or `None`. No TRL here: the machinery does not know it.
 """
 
@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from ranks import fork_ranks
+from forked_ranks import fork_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

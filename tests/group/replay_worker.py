@@ -1,5 +1,5 @@
 """
-Ranks of `test_replay.py`: `python replay_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case in plain data
+Ranks of `test_group_replay.py`: `python replay_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case in plain data
 parallelism and in groups of each of the sizes (`1,2`), and saves what each rank saw.
 """
 
@@ -8,12 +8,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from cases import CASES
 from datasets import Dataset
+from forked_ranks import fork_ranks
 from grpo_runs import PROMPTS, settings
 from peft import LoraConfig
-from ranks import fork_ranks
 from replay import GroupedTrainer, PlainTrainer, Rollouts, token_reward
+from replay_cases import CASES
 from tiny import tiny_policy, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging

@@ -1,7 +1,7 @@
 """What goes wrong on one rank stops all ranks, at once and with its message: nobody waits for a rank that gave up."""
 
 import pytest
-from ranks import run_script
+from forked_ranks import run_script
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import CASES, DEFAULT_CASES
-from ranks import run_script
+from forked_ranks import run_script
+from replay_cases import CASES, DEFAULT_CASES
 
 
 CLOCK = ("runtime", "per_second", "step_time", "total_flos")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from forked_ranks import run_script
 from machinery_worker import CHECKS
-from ranks import run_script
 
 from trl_codraft.group import Header, MemberAccelerator, Phase, attributes_set, describe, report_as
 from trl_codraft.group.header import MAX_TENSORS
