@@ -1,0 +1,294 @@
+"""
+The draft on a rank's share of a pack: the unroll, and the loss against teacher rows that may lie on other ranks.
+
+Token ids and masks are known everywhere, so the embedding of a later token costs no message. The teacher's rows are
+hidden states: those that follow a segment are fetched once (`K` rows per segment), never logits.
+
+Shapes: `S` rows of the whole pack, `T` rows of this rank, `Th` halo rows of this rank, `K` TTT passes, `H` draft hidden
+size, `Ht` policy hidden size, `n` taps, `Hq` / `Hkv` query / key-value heads, `D` head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..modeling.losses import DraftLoss, TeacherSweep, fused_soft_cross_entropy
+from ..modeling.modeling_eagle3 import Eagle3DraftModel
+from ..modeling.teacher import PolicyHead
+from .attention import GatheredKeys, gather_trunk, ring_attention
+from .layout import ContextLayout
+from .planner import Segment
+
+
+class RowsAhead:
+    """
+    The `reach` rows of the document after each of a rank's segments.
+
+    In *extended* order each segment's rows are followed by its halo, so that what lies `i <= reach` tokens after a row
+    lies `i` places after it.
+
+    Args:
+        layout ([`ContextLayout`]):
+            Who has which rows.
+        reach (`int`):
+            How far ahead rows look.
+
+    Attributes:
+        rows (`torch.LongTensor` of shape `(Th,)`): pack rows of the halo.
+        places (`torch.LongTensor` of shape `(T,)`): place of each row of this rank in extended order, ascending.
+    """
+
+    def __init__(self, layout: ContextLayout, reach: int):
+        halos = [
+            [Segment(p.doc, p.end, min(p.end + reach, layout.doc_lens[p.doc])) for p in segments]
+            for segments in layout.segments
+        ]
+        # Empty halos stay in the list: one per segment.
+        self._exchange = layout.exchange(halos, "teacher rows after a segment")
+        own, device = halos[layout.rank], layout.device
+        places, rows, halo_places, sources = [], [], [], []
+        place = row = 0
+        for piece, halo in zip(layout.segments[layout.rank], own, strict=True):
+            places.append(torch.arange(place, place + piece.num_rows))
+            halo_places.append(torch.arange(place + piece.num_rows, place + piece.num_rows + halo.num_rows))
+            sources.append(torch.arange(row, row + piece.num_rows))
+            start = layout.doc_starts[piece.doc]
+            rows.append(torch.arange(start + halo.start, start + halo.end))
+            place += piece.num_rows + halo.num_rows
+            row += piece.num_rows
+        none = [torch.empty(0, dtype=torch.int64)]
+        self.rows, self.places, self._halo_places = (
+            torch.cat(none + parts).to(device) for parts in (rows, places, halo_places)
+        )
+        # From a place to the row of `cat([own rows, halo])`.
+        self._stored = torch.empty(place, dtype=torch.int64, device=device)
+        self._stored[self.places] = torch.arange(row, device=device)
+        self._stored[self._halo_places] = row + torch.arange(place - row, device=device)
+
+    def extend(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        Fetches the halo of a tensor (a collective).
+
+        Args:
+            values (`torch.Tensor` of shape `(T, ...)`):
+                Rows of this rank; detached.
+
+        Returns:
+            `torch.Tensor` of shape `(T + Th, ...)` in extended order.
+        """
+        return self.interleave(values, self._exchange.fetch(values))
+
+    def interleave(self, values: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+        """`(T, ...)` rows and their `(Th, ...)` halo in extended order."""
+        extended = values.new_empty(self._stored.shape[0], *values.shape[1:])
+        extended[self.places], extended[self._halo_places] = values, halo
+        return extended
+
+    def follows_own_row(self, places: torch.Tensor) -> torch.Tensor:
+        """
+        Whether the row before lies on this rank, in the same segment. Of a position that several ranks look at, exactly
+        one says yes.
+        """
+        return self._stored[places - 1] < self.places.shape[0]
+
+    def look(self, values: torch.Tensor, halo: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """What lies `steps` tokens after rows of this rank; `(T, ...)` values and their `(Th, ...)` halo."""
+        stored = self._stored[self.places[rows] + steps]
+        num_rows = self.places.shape[0]
+        here = stored < num_rows
+        if num_rows == 0:
+            return values[:0]
+        found = values[torch.where(here, stored, 0)]
+        found[~here] = halo[stored[~here] - num_rows]
+        return found
+
+
+class DraftShard:
+    """
+    What [`Eagle3DraftModel.unroll`] needs of a layout, for one rank's rows.
+
+    Args:
+        context ([`ContextLayout`]):
+            The layout.
+        ahead ([`RowsAhead`]):
+            With a reach of at least the number of passes.
+        halo_embeds (`torch.Tensor` of shape `(Th, H)`):
+            Token embeddings of `ahead.rows`.
+
+    Attributes:
+        num_rows (`int`): `T`.
+        position_ids (`torch.LongTensor` of shape `(T,)`): position of each row in its document.
+    """
+
+    def __init__(self, context: ContextLayout, ahead: RowsAhead, halo_embeds: torch.Tensor):
+        self.context, self.ahead, self.halo_embeds = context, ahead, halo_embeds
+        self.num_rows, self.position_ids, self.doc_lens = context.num_rows, context.position_ids, context.doc_lens
+
+    def query_rows(self, num_pass: int) -> torch.Tensor:
+        """See [`ContextLayout.query_rows`]."""
+        return self.context.query_rows(num_pass)
+
+    def query_lens(self, num_pass: int) -> list[int]:
+        """See [`ContextLayout.query_lens`]."""
+        return self.context.query_lens(num_pass)
+
+    def shifted(self, values: torch.Tensor, offset: int, num_pass: int) -> torch.Tensor:
+        """
+        Token embeddings `offset` tokens after each row of a pass; past the end of a document its last one.
+
+        Args:
+            values (`torch.Tensor` of shape `(T, H)`):
+                Token embeddings of this rank's rows.
+            offset (`int`):
+                At most the reach of `ahead`.
+            num_pass (`int`):
+                Pass `s` whose rows are wanted.
+
+        Returns:
+            `torch.Tensor` of shape `(Ts, H)`.
+        """
+        rows = self.query_rows(num_pass)
+        left = self.context.last_rows[rows] - self.context.rows[rows]
+        return self.ahead.look(values, self.halo_embeds, rows, left.clamp(max=offset))
+
+
+class PassAttention:
+    """
+    [`ring_attention`] as the `attention` of one [`Eagle3DraftModel.unroll`].
+
+    Args:
+        trunk (`str`):
+            `"ring"`: the trunk's keys travel in every pass. `"gather_once"`: they are gathered in pass 0 and reused.
+
+    Raises:
+        ValueError: on another word.
+    """
+
+    def __init__(self, trunk: str = "ring"):
+        if trunk not in ("ring", "gather_once"):
+            raise ValueError(f"The trunk travels by 'ring' or 'gather_once', got {trunk!r}.")
+        self.gather = trunk == "gather_once"
+        # One per layer, in the order of the layers; later passes go through them in turn.
+        self.gathered: list[GatheredKeys] = []
+        self.num_calls = 0
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: DraftShard,
+        *,
+        branch: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+        scale: float,
+    ) -> torch.Tensor:
+        """See [`ring_attention`]."""
+        trunk = None
+        if self.gather:
+            if branch is None:
+                self.gathered.append(gather_trunk(k, v, layout.context))
+            # Counted, not looked up by the tensors: all ranks must agree, also one without rows.
+            trunk = self.gathered[self.num_calls % len(self.gathered)] if branch is not None else self.gathered[-1]
+            self.num_calls += branch is not None
+        return ring_attention(q, k, v, layout.context, branch=branch, scale=scale, trunk=trunk)
+
+
+@dataclass
+class DraftBatchShard:
+    """
+    A [`~packing.DraftBatch`] split over a group: what is small lies on every rank, hidden states where they were made.
+
+    Attributes:
+        input_ids (`torch.LongTensor` of shape `(S,)`): token ids of the whole pack.
+        trained (`torch.BoolTensor` of shape `(S,)`): tokens the draft is trained to predict.
+        taps (`torch.Tensor` of shape `(T, n*Ht)`): tap layers of this rank's rows, detached.
+        last_hidden (`torch.Tensor` of shape `(T, Ht)`): output of the policy's decoder for them, detached.
+        layout ([`ContextLayout`]): who has which rows.
+    """
+
+    input_ids: torch.Tensor
+    trained: torch.Tensor
+    taps: torch.Tensor
+    last_hidden: torch.Tensor
+    layout: ContextLayout
+
+    def valid(self, num_pass: int) -> torch.Tensor:
+        """`(T,)` bool: rows whose target `x_{r+2+s}` lies in their document and is trained."""
+        target = self.layout.rows + 2 + num_pass
+        return (target <= self.layout.last_rows) & self.layout.shard(self.trained, offset=2 + num_pass)
+
+
+def sharded_draft_loss(
+    draft: Eagle3DraftModel,
+    head: PolicyHead,
+    batch: DraftBatchShard,
+    *,
+    num_passes: int,
+    decay: float,
+    chunk_size: int,
+    teacher_temperature: float = 1.0,
+    rollout_temperature: float = 1.0,
+    detach_passes: bool = False,
+    trunk: str = "ring",
+) -> DraftLoss:
+    """
+    [`~losses.draft_loss`] of a pack that is split over a group: loss, counters and the draft's gradients are this
+    rank's part, their sums over the group those of the whole pack. A collective, forward and backward: every rank of
+    the group calls it and runs the backward of its `loss_sum`, also a rank without rows.
+
+    Args:
+        draft ([`Eagle3DraftModel`]), head ([`PolicyHead`]):
+            Draft and teacher, the same on all ranks.
+        batch ([`DraftBatchShard`]):
+            This rank's share.
+        num_passes, decay, chunk_size, teacher_temperature, rollout_temperature, detach_passes:
+            See [`~losses.draft_loss`].
+        trunk (`str`, *optional*, defaults to `"ring"`):
+            `"ring"` or `"gather_once"`, see [`PassAttention`].
+
+    Returns:
+        [`DraftLoss`]
+    """
+    layout = batch.layout
+    attention = PassAttention(trunk)
+    with head.gathered(), torch.autocast(batch.taps.device.type, enabled=False):
+        ahead = RowsAhead(layout, num_passes)
+        last_hidden = ahead.extend(batch.last_hidden)
+        shard = DraftShard(layout, ahead, head.embed(batch.input_ids[ahead.rows]))
+        embeds = head.embed(layout.shard(batch.input_ids))
+        hidden = draft.unroll(batch.taps, embeds, shard, num_passes, detach_passes, attention)
+        roots = [batch.valid(s).nonzero().squeeze(-1) for s in range(num_passes)]
+        rows = []
+        for s in range(num_passes):
+            index = torch.searchsorted(layout.query_rows(s), roots[s])
+            rows.append(draft.norm(hidden[s][index], draft.compute_dtype))
+        # In extended order the teacher of row `r` in pass `s` lies at `r + 1 + s`, as in an unsplit pack.
+        sweep = TeacherSweep.plan([ahead.places[root] for root in roots], chunk_size)
+        loss_sum, counters = fused_soft_cross_entropy(
+            rows,
+            draft.lm_head.weight,
+            head,
+            last_hidden,
+            sweep,
+            target_ids=draft.target_ids if draft.config.draft_vocab_size < draft.config.vocab_size else None,
+            pass_weights=[decay**s for s in range(num_passes)],
+            compute_dtype=draft.compute_dtype,
+            teacher_temperature=teacher_temperature,
+            rollout_temperature=rollout_temperature,
+        )
+        counted_elsewhere = sweep.positions[~ahead.follows_own_row(sweep.positions)]
+        _uncount(counters, draft, head, last_hidden[counted_elsewhere], teacher_temperature, chunk_size)
+    return DraftLoss(loss_sum, counters)
+
+
+def _uncount(counters, draft, head, last_hidden, temperature: float, chunk_size: int) -> None:
+    """Takes teacher positions that another rank, or another segment, counts too out of what is counted once each."""
+    counters["positions"] -= last_hidden.shape[0]
+    if draft.config.draft_vocab_size == draft.config.vocab_size:
+        counters["coverage"] -= last_hidden.shape[0]
+        return
+    for rows in last_hidden.split(chunk_size):
+        logits = head.logits(rows) / temperature
+        share = logits[:, draft.target_ids].logsumexp(dim=-1) - logits.logsumexp(dim=-1)
+        counters["coverage"] -= share.exp().sum(dtype=torch.float64)
