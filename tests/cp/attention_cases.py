@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trl_codraft.cp import ContextLayout, gather_trunk, ring_attention
-from trl_codraft.cp.planner import Segment
+from trl_codraft.cp.planner import Segment, plan_document, plan_hybrid
 from trl_codraft.modeling.packing import PackedLayout
 
 
@@ -110,11 +110,14 @@ def uneven_shards(doc_lens, cp_size, seed=0):
 
 
 def make_layout(case, group):
+    """`group`: a process group, `None`, or `(rank, size)` of ranks that are threads."""
     doc_lens, roots = case.pack
-    if case.mode == "uneven":
-        size = 1 if group is None else dist.get_world_size(group)
-        return ContextLayout(doc_lens, uneven_shards(doc_lens, size), group, first_valid_root=roots)
-    return ContextLayout.plan(doc_lens, group, mode=case.mode, first_valid_root=roots)
+    if not isinstance(group, tuple):
+        rank, size = None, 1 if group is None else dist.get_world_size(group)
+    else:
+        (rank, size), group = group, None
+    plans = {"document": plan_document, "hybrid": plan_hybrid, "uneven": uneven_shards}
+    return ContextLayout(doc_lens, plans[case.mode](doc_lens, size), group, rank=rank, first_valid_root=roots)
 
 
 def attend(case, group):

@@ -292,14 +292,14 @@ class ContextLayout:
         halos: Shards = []
         for rank in range(self.cp_size):
             queries = self._queries(rank, suffix)
-            spans = [(piece, max(0, start - left), piece.start) for piece, start, end in queries if end > start]
+            spans = [(piece, _first_seen(start, left), piece.start) for piece, start, end in queries if end > start]
             halos.append([Segment(piece.doc, low, high) for piece, low, high in spans if low < high])
         exchange = self.exchange(halos, "keys and values before a segment")
         ranges, q_lens, k_lens = [], [], []
         row, halo_row = 0, self.num_rows
         for piece, start, end in self._queries(self.rank, suffix):
             if end > start:
-                low = max(0, start - left)
+                low = _first_seen(start, left)
                 num_halo = max(0, piece.start - low)
                 ranges.append(range(halo_row, halo_row + num_halo))
                 ranges.append(range(row + max(0, low - piece.start), row + piece.num_rows))
@@ -334,6 +334,11 @@ class ContextLayout:
     def _per_row(self, per_segment: list[int]) -> torch.Tensor:
         counts = torch.tensor([piece.num_rows for piece in self.segments[self.rank]], dtype=torch.int64)
         return torch.tensor(per_segment, dtype=torch.int64).repeat_interleave(counts).to(self.device)
+
+
+def _first_seen(position: int, left: int) -> int:
+    """First position of a document that a row with a window of `left` keys before it sees."""
+    return max(0, position - left)
 
 
 class _Unshard(torch.autograd.Function):

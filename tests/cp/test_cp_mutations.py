@@ -1,0 +1,101 @@
+"""Breaks sharded attention on purpose and asserts that the comparison with the dense softmax notices."""
+
+from functools import partial
+
+import pytest
+import torch
+from cp.attention_cases import MIXED, Case, assemble, attend, dense
+from cp.threads import run_in_threads
+
+from trl_codraft.cp import attention, branch, layout, ring, trunk
+
+
+BRANCH = Case(MIXED, "document", 3)
+WINDOW = Case(MIXED, "document", 3, window=7)
+GATHERED = Case(MIXED, "hybrid", 3, trunk="gather_once")
+
+
+def largest_error(monkeypatch, case, size=4):
+    expected = dense(case)
+    total = assemble(case, run_in_threads(monkeypatch, partial(attend, case), size))
+    return max((value - expected[name]).abs().max() for name, value in total.items())
+
+
+@pytest.mark.parametrize("case", [BRANCH, WINDOW, GATHERED], ids=str)
+def test_threads_as_ranks_equal_the_dense_softmax(monkeypatch, case):
+    assert largest_error(monkeypatch, case) <= 1e-12
+
+
+def key_of_another_row(patch):
+    original = branch._key_row
+    patch.setattr(branch, "_key_row", lambda rows, dtype: original(rows.roll(1, 0), dtype))
+
+
+def log_sum_exp_of_the_trunk_alone(patch):
+    original = attention.merge_branch
+    patch.setattr(attention, "merge_branch", lambda out, lse, *rest: (original(out, lse, *rest)[0], lse))
+
+
+def gradients_that_stay_away(patch):
+    for module in (attention, trunk):
+        patch.setattr(module, "add_home", lambda *arguments: None)
+
+
+def gradients_of_the_last_rank_alone(patch):
+    """Of what several ranks find for a block, only the last hop's part comes home."""
+    original = ring.Ring.send_home
+
+    def send_home(self, parts):
+        hop = self._hop
+
+        def forgetful(sent, received, what, tag):
+            pending = hop(sent, received, what, tag)
+            wait = pending.wait
+            pending.wait = lambda: (wait(), received.zero_() if forgetful.count < self.size - 1 else None)
+            forgetful.count += 1
+            return pending
+
+        forgetful.count = 0
+        self._hop = forgetful
+        return original(self, parts)
+
+    patch.setattr(ring.Ring, "send_home", send_home)
+
+
+def window_short_by_one_at_segment_borders(patch):
+    patch.setattr(layout, "_first_seen", lambda position, left: max(0, position - left + 1))
+
+
+def keys_of_the_first_visitor_in_every_step(patch):
+    original = trunk.RingTrunk._visits
+
+    def visits(self, k, v):
+        blocks = [(source, block.clone()) for source, block in original(self, k, v)]
+        first = blocks[0][1]
+        for source, block in blocks:
+            yield source, torch.cat([first, first])[: block.numel()]
+
+    patch.setattr(trunk.RingTrunk, "_visits", visits)
+
+
+def unweighted_merge(patch):
+    patch.setattr(trunk, "merge_partials", lambda a, lse_a, b, lse_b: ((a + b) / 2, torch.logaddexp(lse_a, lse_b)))
+
+
+@pytest.mark.parametrize(
+    ("case", "mutation"),
+    [
+        (BRANCH, key_of_another_row),
+        (BRANCH, log_sum_exp_of_the_trunk_alone),
+        (BRANCH, gradients_that_stay_away),
+        (BRANCH, gradients_of_the_last_rank_alone),
+        (BRANCH, keys_of_the_first_visitor_in_every_step),
+        (BRANCH, unweighted_merge),
+        (GATHERED, gradients_that_stay_away),
+        (WINDOW, window_short_by_one_at_segment_borders),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_code_is_noticed(monkeypatch, case, mutation):
+    mutation(monkeypatch)
+    assert largest_error(monkeypatch, case) > 1e-3
