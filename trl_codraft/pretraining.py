@@ -63,12 +63,25 @@ class PolicyRollouts:
     def _stream(self) -> Iterator[dict]:
         dataset = self.trainer.train_dataset
         while True:
+            row = None
             if isinstance(dataset, (IterableDataset, torch.utils.data.IterableDataset)):
                 num_ranks, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
-                yield from (row for index, row in enumerate(dataset) if index % num_ranks == rank)
+                taken = 0
+                for index, row in enumerate(dataset):
+                    if index % num_ranks == rank:
+                        taken += 1
+                        yield row
+                if row is not None and not taken:  # fewer rows than ranks
+                    yield row
             else:
                 for index in torch.randperm(len(dataset), generator=self.random).tolist():
-                    yield dataset[index]
+                    row = dataset[index]
+                    yield row
+            if row is None:
+                raise ValueError(
+                    "The training set has no rows (left): the draft starts from rollouts on its prompts. Pass a "
+                    "`train_dataset` that holds prompts and can be iterated more than once, or set `use_draft=False`."
+                )
 
     def generate(self, count: int, prompts_only: bool = False) -> list[tuple[list[int], list[int]]]:
         """

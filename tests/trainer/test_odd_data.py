@@ -1,0 +1,34 @@
+"""Training sets and tokenizers out of the ordinary: the draft starts from them, or says why it cannot."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from datasets import Features, IterableDataset, Value
+from grpo_runs import codraft_trainer
+
+from trl_codraft.pretraining import PolicyRollouts
+
+
+def stream(num_rows):
+    def rows():
+        yield from ({"prompt": f"row {index}"} for index in range(num_rows))
+
+    return IterableDataset.from_generator(rows, features=Features({"prompt": Value("string")}))
+
+
+def rollouts_of(dataset, rank, num_ranks):
+    accelerator = SimpleNamespace(process_index=rank, num_processes=num_ranks)
+    return PolicyRollouts(SimpleNamespace(train_dataset=dataset, accelerator=accelerator), seed=0)
+
+
+def test_empty_training_set_raises_instead_of_waiting_for_a_row(tmp_path):
+    trainer = codraft_trainer(tmp_path, trainer={"train_dataset": stream(0)})
+    with pytest.raises(ValueError, match=r"has no rows.*use_draft=False"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("rank", "first"), [(0, ["row 0", "row 2", "row 0"]), (1, ["row 1"] * 3), (3, ["row 2"] * 3)])
+def test_ranks_share_a_stream_and_none_goes_without(rank, first):
+    source = rollouts_of(stream(3), rank, 2 if rank < 2 else 4)
+    assert [row["prompt"] for row in itertools.islice(source._rows, 3)] == first
