@@ -224,7 +224,9 @@ def initialize_fresh_draft(trainer: "CoDraftGRPOTrainer", source: PolicyRollouts
         args.per_device_train_batch_size * args.steps_per_generation, prompts_only=trainer.use_vllm
     )
     if draft.config.draft_vocab_size < draft.config.vocab_size:
+        # A tokenizer may know tokens that the policy has no row for; it cannot sample them.
         special = [*trainer._tokenizer.all_special_ids, *trainer.eos_token_ids]
+        special = [token for token in special if token < draft.config.vocab_size]
         draft.set_vocab(choose_draft_vocab(count_tokens(trainer, rollouts), draft.config.draft_vocab_size, special))
     batch = source.record(rollouts[: args.per_device_train_batch_size])
     draft.initialize_from_policy(trainer.policy_head, tap_scales=measure_tap_scales(trainer, batch))

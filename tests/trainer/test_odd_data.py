@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Features, IterableDataset, Value
-from grpo_runs import codraft_trainer
+from grpo_runs import codraft_trainer, prompt_dataset
+from tiny import tiny_tokenizer
 
 from trl_codraft.pretraining import PolicyRollouts
 
@@ -32,3 +33,18 @@ def test_empty_training_set_raises_instead_of_waiting_for_a_row(tmp_path):
 def test_ranks_share_a_stream_and_none_goes_without(rank, first):
     source = rollouts_of(stream(3), rank, 2 if rank < 2 else 4)
     assert [row["prompt"] for row in itertools.islice(source._rows, 3)] == first
+
+
+def test_special_tokens_that_the_policy_has_no_row_for_stay_out_of_the_draft_vocabulary(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<never>"]})
+    assert len(tokenizer) > 104
+    trainer = codraft_trainer(
+        tmp_path,
+        trainer={"processing_class": tokenizer, "train_dataset": prompt_dataset()},
+        draft_vocab_size=16,
+        max_steps=1,
+        max_completion_length=2,
+    )
+    trainer.train()
+    assert {0, 1, 2} <= set(trainer.draft_model.target_ids.tolist())
