@@ -12,6 +12,9 @@ from transformers.utils import logging
 
 from .compatibility import base_policy
 from .export import export_draft, push_draft, score_draft
+from .modeling.configuration_eagle3 import Eagle3DraftConfig
+from .modeling.disk_config import config_from_disk
+from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .rollout.speculative import SpeculativeDecoder
 from .training import DraftTrainer
@@ -21,6 +24,16 @@ logger = logging.get_logger(__name__)
 
 DRAFT_FOLDER = "draft"
 DRAFT_STATE_NAME = "draft_state.pt"
+# What the draft's weights mean, by the setting that chooses it in a run; the policy settles the rest.
+SHAPE_SETTINGS = {
+    "tap_layers": "draft_tap_layers",
+    "num_hidden_layers": "draft_num_hidden_layers",
+    "draft_vocab_size": "draft_vocab_size",
+    "fc_norm": "draft_fc_norm",
+    "norm_output": "draft_norm_output",
+    "norm_before_residual": "draft_model_name_or_path",
+    "norm_before_fc": "draft_model_name_or_path",
+}
 # Prompts of the evaluation set that the model card's accept length is measured on.
 HELD_OUT_PROMPTS = 64
 
@@ -141,6 +154,8 @@ class DraftCheckpoints(Trainer):
 
     def _load_draft(self, checkpoint: str) -> None:
         folder = Path(checkpoint) / DRAFT_FOLDER
+        policy_config = base_policy(self.model).config.get_text_config()
+        check_same_draft(config_from_disk(read_config(resolve_folder(folder)), policy_config), self.draft_model.config)
         if not (folder / DRAFT_STATE_NAME).is_file():
             logger.warning(
                 f"{folder} holds the draft's weights but not the state of its optimizer (`save_only_model=True`): its "
@@ -153,3 +168,23 @@ class DraftCheckpoints(Trainer):
         state = torch.load(folder / DRAFT_STATE_NAME, map_location="cpu", weights_only=True)
         self.draft_trainer.load_state_dict(state["draft_trainer"])
         self._decoder.controller.load_state_dict(state["controller"])
+
+
+def check_same_draft(saved: Eagle3DraftConfig, own: Eagle3DraftConfig) -> None:
+    """
+    Refuses to continue with weights that mean something else in this run, even where their shapes agree.
+
+    Raises:
+        ValueError: naming what differs and the settings to put back.
+    """
+    different = {
+        field: setting for field, setting in SHAPE_SETTINGS.items() if getattr(saved, field) != getattr(own, field)
+    }
+    if different:
+        values = ", ".join(
+            f"`{field}` {getattr(saved, field)} there, {getattr(own, field)} here" for field in different
+        )
+        settings = ", ".join(f"`{setting}`" for setting in dict.fromkeys(different.values()))
+        raise ValueError(
+            f"The checkpoint's draft is not the draft of this run: {values}. Set {settings} as in the run that wrote it."
+        )
