@@ -208,3 +208,25 @@ def test_warm_start_continues_from_a_saved_draft(whole_run, tmp_path):
     assert trainer.draft_trainer.num_updates == 3
     assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == 48
     assert not torch.equal(weights(trainer)["lm_head.weight"], weights(whole_run)["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"draft_tap_layers": [0, 2, 3]}, r"`tap_layers` \[1, 2, 3\] there, \[0, 2, 3\] here.*Set `draft_tap_layers`"),
+        ({"draft_norm_output": True}, r"`norm_output` False there, True here.*Set `draft_norm_output`"),
+        ({"draft_vocab_size": None}, r"`draft_vocab_size` 48 there, 104 here"),
+    ],
+    ids=["taps", "norm-output", "vocabulary"],
+)
+def test_resume_with_another_draft_is_refused(whole_run, setting, message, tmp_path):
+    """Taps and flags leave every shape as it is: loading such weights would go unnoticed."""
+    trainer = codraft_trainer(tmp_path, **{"draft_vocab_size": 48, **setting}, **SAVING)
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir) / "checkpoint-2"))
+
+
+def test_resume_may_change_to_automatic_draft_length(whole_run, tmp_path):
+    trainer = codraft_trainer(tmp_path, draft_vocab_size=48, num_draft_tokens="auto", **SAVING)
+    trainer.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir) / "checkpoint-2"))
+    assert trainer.state.global_step == 4

@@ -109,7 +109,9 @@ class DraftLengthController:
         return {"acceptance": list(self.acceptance), "seconds": seconds, "choices": dict(self._choices)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores what [`~DraftLengthController.state_dict`] returned."""
+        """Restores what `state_dict` returned; a [`FixedDraftLength`] measured nothing, and nothing is restored."""
+        if not state:
+            return
         self.acceptance = list(state["acceptance"])
         self.seconds = {bucket: dict(measured) for bucket, measured in state["seconds"].items()}
         self._choices = dict(state["choices"])
