@@ -17,6 +17,7 @@ from .modeling.disk_config import config_from_disk
 from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .rollout.speculative import SpeculativeDecoder
+from .rollout.support import unsupported_reason
 from .training import DraftTrainer
 
 
@@ -71,7 +72,8 @@ class DraftCheckpoints(Trainer):
     def push_draft_to_hub(self, repo_id: str, **kwargs):
         """
         Pushes the draft, with a model card, to a repository of its own: servers take a repository, not a subfolder.
-        With an `eval_dataset`, the card reports the accept length on its first prompts at the rollout temperature.
+        With an `eval_dataset`, the card reports the accept length on its first prompts at the rollout temperature
+        (not with environments, FSDP, or a policy that cannot speculate here).
 
         Args:
             repo_id (`str`):
@@ -85,9 +87,19 @@ class DraftCheckpoints(Trainer):
         self._require_draft()
         if not self.is_world_process_zero():
             return None
-        if "scores" not in kwargs and self.eval_dataset is not None and not self.is_fsdp_enabled:
+        if "scores" not in kwargs and self._can_score_draft():
             kwargs["scores"] = self._score_on_held_out_prompts()
         return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
+
+    def _can_score_draft(self) -> bool:
+        """Whether there are held-out prompts, and one process can roll out on them with the draft."""
+        # Environments write (part of) the prompts themselves.
+        has_prompts = self.eval_dataset is not None and self.environment_factories is None
+        return (
+            has_prompts
+            and not self.is_fsdp_enabled
+            and unsupported_reason(base_policy(self.model), training=False) is None
+        )
 
     def _score_on_held_out_prompts(self) -> dict[str, Any]:
         """What [`~export.score_draft`] measures on up to 64 prompts of the evaluation set."""

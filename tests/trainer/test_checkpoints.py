@@ -230,3 +230,17 @@ def test_resume_may_change_to_automatic_draft_length(whole_run, tmp_path):
     trainer = codraft_trainer(tmp_path, draft_vocab_size=48, num_draft_tokens="auto", **SAVING)
     trainer.train(resume_from_checkpoint=str(Path(whole_run.args.output_dir) / "checkpoint-2"))
     assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize("why", ["environments", "no-rollback"])
+def test_draft_is_pushed_unscored_where_held_out_prompts_cannot_be_rolled_out(why, whole_run, monkeypatch):
+    """The end of a long run must not fail on a number for the card."""
+    pushed = []
+    monkeypatch.setattr("trl_codraft.draft_checkpoints.push_draft", lambda *args, **kwargs: pushed.append(kwargs))
+    monkeypatch.setattr(whole_run, "eval_dataset", prompt_dataset(copies=1))
+    if why == "environments":
+        monkeypatch.setattr(whole_run, "environment_factories", {None: object})
+    else:
+        monkeypatch.setattr(whole_run.model, "_is_stateful", True)
+    whole_run.push_draft_to_hub("me/draft")
+    assert pushed == [{}]
