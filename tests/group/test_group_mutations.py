@@ -1,0 +1,26 @@
+"""Breaks the group machinery on purpose: evidence that the comparison with plain data parallelism can fail."""
+
+import pytest
+from forked_ranks import run_script
+from mutation_worker import MUTATIONS
+from test_group_replay import assert_same_training
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_script("mutation_worker.py", tmp_path_factory.mktemp("mutations"), timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_comparison_notices(ranks, mutation):
+    case = MUTATIONS[mutation][0]
+    if any(isinstance(rank[mutation], Exception) for rank in ranks):
+        return
+
+    def compare():
+        for rank in ranks:
+            assert_same_training(rank[mutation], rank[None][case], 1e-9)
+
+    with pytest.raises(AssertionError):
+        compare()
