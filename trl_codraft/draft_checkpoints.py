@@ -53,6 +53,7 @@ class DraftCheckpoints(Trainer):
     draft_trainer: DraftTrainer | None
     _decoder: SpeculativeDecoder
     _draft_checkpoint: str | None
+    _draft_is_fresh: bool
 
     def save_draft(self, path: str | os.PathLike) -> None:
         """
@@ -63,7 +64,7 @@ class DraftCheckpoints(Trainer):
                 Folder to write.
 
         Raises:
-            ValueError: if there is no draft, or it does not validate.
+            ValueError: if there is no draft (yet), or it does not validate.
         """
         self._require_draft()
         if self.args.should_save:
@@ -82,7 +83,7 @@ class DraftCheckpoints(Trainer):
                 Passed on to [`~export.push_draft`]. `scores` takes the place of the measurement.
 
         Raises:
-            ValueError: if there is no draft, or it does not validate.
+            ValueError: if there is no draft (yet), or it does not validate.
         """
         self._require_draft()
         if not self.is_world_process_zero():
@@ -126,6 +127,11 @@ class DraftCheckpoints(Trainer):
     def _require_draft(self) -> None:
         if self.draft_model is None:
             raise ValueError("There is no draft: the trainer was built with `use_draft=False`.")
+        if self._draft_is_fresh and self.draft_trainer is None:
+            raise ValueError(
+                "The draft is fresh and has no weights to write yet: it is finished when training begins. Call "
+                "`train()` first."
+            )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         # Before `super()`, which pushes the folder to the Hub when the user calls this.

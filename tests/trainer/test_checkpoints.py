@@ -232,6 +232,13 @@ def test_resume_may_change_to_automatic_draft_length(whole_run, tmp_path):
     assert trainer.state.global_step == 4
 
 
+def test_fresh_draft_is_not_written_before_it_has_weights(tmp_path):
+    trainer = codraft_trainer(tmp_path)
+    for write in (trainer.save_draft, trainer.push_draft_to_hub):
+        with pytest.raises(ValueError, match=r"fresh.*`train\(\)` first"):
+            write(str(tmp_path / "draft"))
+
+
 @pytest.mark.parametrize("why", ["environments", "no-rollback"])
 def test_draft_is_pushed_unscored_where_held_out_prompts_cannot_be_rolled_out(why, whole_run, monkeypatch):
     """The end of a long run must not fail on a number for the card."""
