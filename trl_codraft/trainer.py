@@ -198,7 +198,10 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
                 )
                 if self.args.draft_pretrain_steps and not resumes:
                     pretrain_draft(self, self.args.draft_pretrain_steps, source)
-            self._reset_rollout_tally()
+        else:
+            self._draft_batch, self._draft_seconds = None, 0.0
+            self.draft_trainer.restart(self.state.max_steps)
+        self._reset_rollout_tally()
         if self._draft_checkpoint is not None:
             self._load_draft(self._draft_checkpoint)
             self._draft_checkpoint = None
@@ -297,7 +300,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
         seconds = self.accelerator.gather(tally[1:]).max().item()
         metrics = rollout_metrics(SpeculativeStats.from_tensor(counters[1:]))
         metrics["rollout/tokens_per_second"] = counters[0].item() / max(seconds, 1e-9)
-        metrics["rollout/speculation_on"] = float(self._speculation_on)
+        metrics["rollout/speculation_on"] = float(self._speculation_on and self.draft_trainer is not None)
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         self._reset_rollout_tally()

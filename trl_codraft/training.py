@@ -140,23 +140,48 @@ class DraftTrainer:
         groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         # The schedule runs on a base rate of 1: its factor multiplies whichever rate the current step uses.
         self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))
-        self.scheduler = get_scheduler(
-            args.lr_scheduler_type,
-            self.optimizer,
-            num_warmup_steps=args.warmup_steps,
-            num_training_steps=num_training_steps,
-        )
-        if not isinstance(self.scheduler, LambdaLR):
-            raise ValueError(
-                f"`lr_scheduler_type={args.lr_scheduler_type!r}` depends on more than the step. Choose one such as "
-                "'constant_with_warmup', 'linear' or 'cosine'."
-            )
+        self.scheduler = self._schedule(num_training_steps)
         self.num_updates = 0
         self.num_pretrain_updates = 0
         self._pretraining = False
         self._flat: torch.Tensor | None = None
         self._counters = self._zero_counters()
         self._rollout_draft: Eagle3DraftModel | None = None
+
+    def _schedule(self, num_training_steps: int) -> LambdaLR:
+        scheduler = get_scheduler(
+            self.args.lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=self.args.warmup_steps,
+            num_training_steps=num_training_steps,
+        )
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError(
+                f"`lr_scheduler_type={self.args.lr_scheduler_type!r}` depends on more than the step. Choose one such as "
+                "'constant_with_warmup', 'linear' or 'cosine'."
+            )
+        return scheduler
+
+    def restart(self, num_training_steps: int) -> None:
+        """
+        Prepares another training run with the same draft: a new schedule, as the policy gets, and nothing left of a
+        window that an error broke off. Weights, moments and counts of updates carry on.
+
+        Args:
+            num_training_steps (`int`):
+                Draft steps of that run.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1.0
+        self.scheduler = self._schedule(num_training_steps)
+        self._discard()
+
+    def _discard(self) -> None:
+        """Forgets what has accumulated since the last step."""
+        self._flat = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._counters = self._zero_counters()
 
     @property
     def learning_rate(self) -> float:
@@ -229,10 +254,7 @@ class DraftTrainer:
                 self._update()
             else:
                 logger.warning("The draft's gradient norm is %s; this draft update is left out.", grad_norm)
-        self._flat = None
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._counters = self._zero_counters()
+        self._discard()
         return metrics
 
     @property
@@ -289,8 +311,7 @@ class DraftTrainer:
         self.scheduler.load_state_dict(state["scheduler"])
         self.num_updates = state["num_updates"]
         self.num_pretrain_updates = state["num_pretrain_updates"]
-        self._flat = None
-        self._counters = self._zero_counters()
+        self._discard()
         self.refresh_rollout_draft()
 
     def _zero_counters(self) -> dict[str, torch.Tensor]:
