@@ -17,7 +17,10 @@ def reference(draft, head, documents, **kwargs):
     policy_head = head.policy.get_output_embeddings().weight.detach().double()
     documents = [{k: v.double() if v.is_floating_point() else v for k, v in doc.items()} for doc in documents]
     reduced = draft.config.draft_vocab_size < draft.config.vocab_size
-    target_ids = torch.arange(draft.config.vocab_size)[draft.t2d] if reduced else None
+    padded = len(policy_head) > draft.config.vocab_size
+    target_ids = (
+        torch.arange(draft.config.vocab_size)[draft.t2d if reduced else slice(None)] if reduced or padded else None
+    )
     embedding = head.policy.get_input_embeddings().weight.detach().double()
     loss, counters = dense_loss(
         weights,
@@ -104,6 +107,17 @@ def test_temperatures_equal_dense_reference(teacher, rollout, reduced):
     batch, documents = microbatch(draft.config, *RAGGED, K)
     kwargs = {"teacher_temperature": teacher, "rollout_temperature": rollout}
     assert_matches(draft, head, batch, documents, 1e-10, **kwargs)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_loss_equals_dense_reference_for_a_head_with_more_rows_than_the_vocabulary(reduced):
+    draft, head = draft_case(reduced=reduced)
+    own = head.policy.lm_head.weight.detach()
+    head.policy.lm_head = torch.nn.Linear(own.shape[1], len(own) + 24, bias=False, dtype=own.dtype)
+    with torch.no_grad():
+        head.policy.lm_head.weight[: len(own)] = own
+    batch, documents = microbatch(draft.config, *RAGGED, K)
+    assert_matches(draft, head, batch, documents, 1e-9)
 
 
 def test_gradients_are_exact_when_the_loss_is_scaled_and_weight_gradient_is_fp32():

@@ -100,13 +100,15 @@ def draft_loss(
             index = torch.searchsorted(batch.layout.query_rows(s), roots[s])
             rows.append(draft.norm(hidden[s][index], draft.compute_dtype))
         sweep = TeacherSweep.plan(roots, chunk_size)
+        # A policy's head may have more rows than its vocabulary (padding): the draft has none for them.
+        partial = draft.config.draft_vocab_size < head.weight.shape[0]
         loss_sum, counters = fused_soft_cross_entropy(
             rows,
             draft.lm_head.weight,
             head,
             batch.last_hidden,
             sweep,
-            target_ids=draft.target_ids if draft.config.draft_vocab_size < draft.config.vocab_size else None,
+            target_ids=draft.target_ids if partial else None,
             pass_weights=[decay**s for s in range(num_passes)],
             compute_dtype=draft.compute_dtype,
             teacher_temperature=teacher_temperature,
