@@ -128,3 +128,12 @@ def test_logits_follow_lora_and_replaced_heads_but_refuse_head_adapters():
         wrapped = peft.get_peft_model(policy_of("llama"), peft.LoraConfig(target_modules=["q_proj", module]))
         with pytest.raises(ValueError, match=f"{role} embeddings.*PEFT adapter"):
             PolicyHead(wrapped.get_base_model())
+
+
+@pytest.mark.parametrize("family", ["llama", "tied llama"])
+def test_trained_rows_of_the_embedding_are_refused(family):
+    """PEFT keeps them beside the weight: `.weight` would read the rows as they were."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    with pytest.raises(ValueError, match=r"embeddings.*PEFT adapter.*trainable_token_indices"):
+        PolicyHead(peft.get_peft_model(policy_of(family), config).get_base_model())

@@ -162,9 +162,11 @@ def _check_plain(policy_name: str, role: str, module: nn.Module | None) -> None:
             f"{policy_name} has no {role} embeddings, which the draft reads. Set `use_draft=False` to train it without "
             "a draft."
         )
-    if "base_layer" in dict(module.named_children()):
+    # LoRA wraps a `base_layer`; trained rows (`trainable_token_indices`) live in a `token_adapter`.
+    if not {"base_layer", "token_adapter"}.isdisjoint(dict(module.named_children())):
         raise ValueError(
             f"The {role} embeddings of {policy_name} carry a PEFT adapter. The draft reads the plain weight, so its "
-            "teacher would miss the adapter's part. Remove the module from `target_modules` (or use "
-            "`modules_to_save`, which replaces the whole weight), or set `use_draft=False`."
+            "teacher would miss the adapter's part. Remove the module from `target_modules` and drop "
+            "`trainable_token_indices` (or use `modules_to_save`, which replaces the whole weight), or set "
+            "`use_draft=False`."
         )
