@@ -239,3 +239,14 @@ def test_draft_that_returns_nan_costs_only_speed(policy, prompts, exact, do_samp
     plain = policy.generate(prompts[0], attention_mask=prompts[1], do_sample=False, max_new_tokens=9)
     output = speculative_generate(policy, draft, *prompts, num_draft_tokens=2, do_sample=False, max_new_tokens=9)
     assert torch.equal(output.sequences, plain)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kwargs", [{"eta_cutoff": 1e-3}, {"top_h": 0.5}], ids=["eta", "top_h"])
+def test_processors_that_raise_on_broken_scores_never_see_the_drafts(value, kwargs, policy, prompts):
+    draft = random_draft(policy, seed=3)
+    torch.nn.init.constant_(draft.lm_head.weight, value)
+    output = speculative_generate(
+        policy, draft, *prompts, num_draft_tokens=2, do_sample=True, max_new_tokens=4, **kwargs
+    )
+    assert output.stats.drafted > 0

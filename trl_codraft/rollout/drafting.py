@@ -140,6 +140,8 @@ class DraftRollout:
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """`(n, V)` fp32 draft scores in the policy's vocabulary."""
         logits = self.draft.compute_logits(hidden).float()
+        # A draft that broke down guesses blindly: some processors raise on NaN, and nothing may depend on the draft.
+        logits = torch.where(logits.amax(-1, keepdim=True).isfinite(), logits, 0.0)
         if logits.shape[-1] == self.vocab_size:
             return logits
         scores = logits.new_full((len(logits), self.vocab_size), -torch.inf)
