@@ -6,7 +6,7 @@ Shapes: `n` active rows, `w` tokens of a block, `B` rows of the prompt batch, `S
 
 import torch
 from transformers import MaxLengthCriteria, StoppingCriteriaList
-from transformers.generation.stopping_criteria import ConfidenceCriteria
+from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTokenCriteria
 
 
 class PositionwiseCriteria:
@@ -31,14 +31,12 @@ class PositionwiseCriteria:
     def __init__(self, criteria: StoppingCriteriaList, max_length: int, device: torch.device):
         limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
         self.max_length = min(limits, default=max_length)
-        eos = [criterion.eos_token_id for criterion in criteria if hasattr(criterion, "eos_token_id")]
-        # Whether finished rows are padded: without an EOS criterion `generate` lets them run on.
-        self.has_eos = len(eos) > 0
+        eos = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
+        # Whether finished rows are padded: without an EOS criterion `generate` lets them run on. It goes by this name.
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._eos = torch.cat([ids.flatten() for ids in eos]).to(device) if eos else None
         self._others = StoppingCriteriaList(
-            criterion
-            for criterion in criteria
-            if type(criterion) is not MaxLengthCriteria and not hasattr(criterion, "eos_token_id")
+            criterion for criterion in criteria if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
         )
         if any(isinstance(criterion, ConfidenceCriteria) for criterion in self._others):
             raise ValueError(
