@@ -12,6 +12,8 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TextStreamer,
     TopKLogitsWarper,
 )
@@ -202,3 +204,41 @@ def test_refusals_read_the_configuration_and_the_arguments():
     assert refused_reason(GenerationConfig(num_beams=4), num_beams=1) is None
     assert refused_reason(GenerationConfig()) is None
     assert unsupported_reason(tiny_policy("llama", num_hidden_layers=1), GenerationConfig(num_beams=4)) is not None
+
+
+def test_peft_model_generates_with_its_adapter_on():
+    peft = pytest.importorskip("peft")
+    policy = tiny_policy("llama", dtype=torch.float64, scale=4.0)
+    plain = policy.generate(ragged_prompts([5, 3])[0], do_sample=False, max_new_tokens=8)
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(policy, lora).eval()
+    ids, mask = ragged_prompts([5, 3])
+    expected = wrapped.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=8)
+    assert not torch.equal(expected, plain)
+    draft = random_draft(policy)
+    output = speculative_generate(wrapped, draft, ids, mask, num_draft_tokens=2, do_sample=False, max_new_tokens=8)
+    assert torch.equal(output.sequences, expected)
+
+
+def test_prompt_learning_is_refused():
+    peft = pytest.importorskip("peft")
+    policy = tiny_policy("llama")
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="PROMPT_TUNING prepends virtual tokens"):
+        speculative_generate(peft.get_peft_model(policy, config), random_draft(policy), ragged_prompts([5])[0])
+
+
+def test_users_criterion_with_end_tokens_of_its_own_is_called_not_taken_apart():
+    class Three(StoppingCriteria):
+        eos_token_id = (3,)
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 8)
+
+    policy = tiny_policy("llama", dtype=torch.float64, scale=4.0)
+    ids, mask = ragged_prompts([5, 3])
+    call = {"do_sample": False, "max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([Three()])}
+    expected = policy.generate(ids, attention_mask=mask, **call)
+    output = speculative_generate(policy, random_draft(policy), ids, mask, num_draft_tokens=2, **call)
+    assert expected.shape[1] == 8
+    assert torch.equal(output.sequences, expected)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
@@ -268,7 +269,7 @@ def speculative_generate(
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
-            The policy.
+            The policy, or a `PeftModel` around it.
         draft ([`Eagle3DraftModel`]):
             The draft.
         input_ids (`torch.LongTensor` of shape `(B, P)`):
@@ -295,10 +296,18 @@ def speculative_generate(
     >>> tokenizer.batch_decode(output.sequences), output.stats.accept_length
     ```
     """
-    reason = unsupported_reason(policy)
+    base = policy
+    if is_peft_model(policy):
+        if policy.active_peft_config.is_prompt_learning:
+            raise ValueError(
+                f"{policy.active_peft_config.peft_type} prepends virtual tokens, so hidden states and tokens no longer "
+                "line up. Use LoRA to speculate."
+            )
+        base = policy.get_base_model()
+    reason = unsupported_reason(base)
     if reason is not None:
         raise ValueError(f"Speculative rollouts are not possible here: {reason}")
-    decoder = SpeculativeDecoder(policy, draft, num_draft_tokens=num_draft_tokens, generator=generator)
+    decoder = SpeculativeDecoder(base, draft, num_draft_tokens=num_draft_tokens, generator=generator)
     try:
         result = decoder.bind(policy.generate)(input_ids, attention_mask=attention_mask, **generate_kwargs)
     finally:
