@@ -137,7 +137,7 @@ class GroupedLoss(GRPOTrainer):
         """TRL's loss sees one member's rows as a world of one; `keep` takes the scores, without their graph."""
 
         def score(*arguments):
-            scores = score_together(self.loss_group, self.sharding, model, *arguments)
+            scores = self._score_together(model, *arguments)
             if keep is not None:
                 keep.append(scores.detach())
             return scores
@@ -237,11 +237,13 @@ class GroupedLoss(GRPOTrainer):
         headers = self._announce(phase, {**rows, **images}, logits_to_keep, chunk_rows=batch_size or 0)
 
         def score(ids, mask, completion_length):
-            return score_together(
-                self.loss_group, self.sharding, model, ids, mask, completion_length, compute_entropy, compute_aux_loss
-            )
+            return self._score_together(model, ids, mask, completion_length, compute_entropy, compute_aux_loss)
 
         return score_members(self.loss_group, headers, rows, score)
+
+    def _score_together(self, model, *arguments) -> Scores:
+        with self.accelerator.autocast():
+            return score_together(self.loss_group, self.sharding, model, *arguments)
 
     # Headers
 

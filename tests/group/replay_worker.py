@@ -28,8 +28,7 @@ def build(case, out, world_size, group_size, **overrides):
     config = {"optim": "sgd", "learning_rate": 0.5, "per_device_train_batch_size": 2, "num_generations": 2, **case}
     evaluate = config.pop("evaluate", False)
     model_type = config.pop("model_type", "llama")
-    # fp64 tells a wrong term from rounding, but transformers' experts have no fp64 kernel.
-    dtype = torch.float32 if model_type == "mixtral" else torch.float64
+    dtype = getattr(torch, config.pop("dtype", "float64"))
     prompts = (PROMPTS * 6)[: config.pop("prompts_per_rank", 12) * world_size]
     arguments = {
         "model": AutoModelForCausalLM.from_pretrained(out / model_type, dtype=dtype),
