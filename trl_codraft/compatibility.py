@@ -80,7 +80,13 @@ def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
         return "continuous batching (`use_transformers_continuous_batching=True`) has no speculative decoding"
     if trainer.rollout_func is not None:
         return "`rollout_func` generates the rollouts"
-    return unsupported_reason(base_policy(trainer.model), trainer.generation_config, training=True)
+    if trainer.args.neftune_noise_alpha is not None:
+        return (
+            "`neftune_noise_alpha` adds noise to the embeddings in rollouts too, as strong as a forward is short, so "
+            "verifying several tokens at once would sample from another distribution"
+        )
+    reason = unsupported_reason(base_policy(trainer.model), trainer.generation_config, training=True)
+    return None if reason is None else reason.removesuffix(".")
 
 
 def warn_about_settings(args: CoDraftGRPOConfig, draft_is_fresh: bool) -> None:

@@ -128,10 +128,13 @@ PLAIN = [
     ({"use_vllm": True}, "vLLM generates the rollouts"),
     ({"use_transformers_continuous_batching": True}, "continuous batching"),
     ({"rollout_func": lambda prompts, trainer: {}}, "`rollout_func` generates the rollouts"),
+    ({"args": SimpleNamespace(neftune_noise_alpha=5.0)}, "`neftune_noise_alpha` adds noise"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "reason"), PLAIN, ids=["vllm", "continuous-batching", "rollout-func"])
+@pytest.mark.parametrize(
+    ("overrides", "reason"), PLAIN, ids=["vllm", "continuous-batching", "rollout-func", "neftune"]
+)
 def test_generation_by_others_gives_plain_rollouts(overrides, reason):
     assert reason in plain_rollout_reason(fake_trainer(**overrides))
 
