@@ -72,6 +72,22 @@ ALL_CASES = [
     for sinks in (False, True)
     for dtype in (torch.float64, torch.float32)
 ]  # fmt: skip
+
+
+def random_cases(count, seed=0):
+    """Cases over packs of random documents; each is one step of a run that must not hang."""
+    rng = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        doc_lens = (rng.randint(1, 60), *(rng.choice([0, 1, 2, 3, 5, 11, 30, 90]) for _ in range(rng.randint(0, 6))))
+        roots = tuple(rng.randint(0, length) for length in doc_lens)
+        window = rng.choice([None, None, 1, 3, 15])
+        trunk = "ring" if window else rng.choice(["ring", "gather_once"])
+        mode = rng.choice(["document", "hybrid", "uneven"])
+        cases.append(Case((doc_lens, roots), mode, rng.randint(0, 6), window, rng.random() < 0.5, trunk=trunk))
+    return cases
+
+
 BF16_CASES = [
     replace(Case(MIXED, mode, n, head_dims=(16, 16)), dtype=torch.bfloat16)
     for mode in ("document", "hybrid")

@@ -3,7 +3,7 @@ Attention over a pack that is split over ranks: trunk keys wherever they lie, br
 exact softmax over all of them.
 
 The backward of every part takes the output and log-sum-exp over all keys; no part needs to know the others
-(`notes` in `docs/parallelism.md`, "One softmax over many places").
+(derivation: `docs/parallelism.md`, "One softmax over many places").
 
 Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys
 and values.

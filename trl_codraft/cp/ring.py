@@ -19,7 +19,10 @@ class Pending:
 
     def __init__(self, operations: list[dist.P2POp], peers: list[int], what: str):
         self.what, self.peers, self.operations = what, peers, operations
-        self.works = dist.batch_isend_irecv(operations) if operations else []
+        try:
+            self.works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._unanswered(peers, error) from error
 
     def wait(self) -> None:
         """
@@ -33,12 +36,16 @@ class Pending:
                 work.wait()
             except RuntimeError as error:
                 # gloo gives one work per message, NCCL one for the batch.
-                waiting_for = self.peers[index] if len(self.works) == len(self.peers) else sorted(set(self.peers))
-                raise RuntimeError(
-                    f"Context parallelism: no answer from rank {waiting_for} while exchanging {self.what}. Look at that "
-                    f"rank's log first; the timeout is the process group's. ({error})"
-                ) from error
+                waiting_for = [self.peers[index]] if len(self.works) == len(self.peers) else self.peers
+                raise self._unanswered(waiting_for, error) from error
         self.operations = []
+
+    def _unanswered(self, ranks: list[int], error: RuntimeError) -> RuntimeError:
+        names = ", ".join(map(str, sorted(set(ranks))))
+        return RuntimeError(
+            f"Context parallelism: no answer from rank {names} while exchanging {self.what}. Look at the log of that "
+            f"rank first; how long others wait is the timeout of the process group. ({error})"
+        )
 
 
 def post(
@@ -97,26 +104,30 @@ class Ring:
 
     def visits(self, block: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """
-        Sends this rank's block around and yields the others as they pass, the next hop under way meanwhile.
+        Sends this rank's block around and yields the others as they pass. The first hop starts at once, each further
+        one before its predecessor's block is yielded: messages are under way while the caller computes.
 
         Args:
             block (`torch.Tensor`):
-                This rank's block, flat; unchanged until the iteration ends.
+                This rank's block, flat; unchanged until the iteration ends. The iteration must be finished.
 
-        Yields:
-            `tuple[int, torch.Tensor]`: source rank and its block, for sources `rank - 1`, `rank - 2`, ...
+        Returns:
+            `Iterator[tuple[int, torch.Tensor]]`: source rank and its block, for sources `rank - 1`, `rank - 2`, ...
         """
-        pending, arriving = None, None
-        for step in range(self.size):
-            source = (self.rank - step) % self.size
-            if step > 0:
-                pending.wait()
-                block = arriving
+        return self._pass_on(*self._forward(block, 1)) if self.size > 1 else iter(())
+
+    def _pass_on(self, pending: Pending, arriving: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        for step in range(1, self.size):
+            pending.wait()
+            block = arriving
             if step + 1 < self.size:
-                arriving = block.new_empty(self.block_sizes[source - 1])
-                pending = self._hop(block, arriving, "trunk keys and values", tag=0)
-            if step > 0:
-                yield source, block
+                pending, arriving = self._forward(block, step + 1)
+            yield (self.rank - step) % self.size, block
+
+    def _forward(self, block: torch.Tensor, step: int) -> tuple[Pending, torch.Tensor]:
+        """Hands a block on and lets the one of source `rank - step` come."""
+        arriving = block.new_empty(self.block_sizes[(self.rank - step) % self.size])
+        return self._hop(block, arriving, "trunk keys and values", tag=0), arriving
 
     def send_home(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
         """

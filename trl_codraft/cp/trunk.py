@@ -82,11 +82,11 @@ class RingTrunk:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(Ts, Hq, Dv)` output and `(Ts, Hq)` log-sum-exp in the accumulation dtype."""
         wide = accumulation_dtype(q.dtype)
-        lens = self.layout.local_lens(self.num_pass)
+        lens, shape = self.layout.local_lens(self.num_pass), TrunkShape.of(k, v)
+        visits = self._visits(k, v)
         out, lse = self.kernel.forward(q, k, v, *lens, causal=True, scale=self.scale)
         out = out.to(wide)
-        shape = TrunkShape.of(k, v)
-        for source, visitor in self._visits(k, v):
+        for source, visitor in visits:
             block = self.layout.remote_block(source, self.num_pass)
             if block is None:
                 continue
@@ -102,25 +102,25 @@ class RingTrunk:
         Gradients of `q`, `k`, `v` in the accumulation dtype. With `need_trunk=False` those of `k` and `v` are `None`
         and nothing travels home; it must be the same on all ranks.
         """
-        lens = self.layout.local_lens(self.num_pass)
+        lens, shape = self.layout.local_lens(self.num_pass), TrunkShape.of(k, v)
+        visits = self._visits(k, v)
         grads = self.kernel.backward(dout, q, k, v, out, lse, *lens, causal=True, scale=self.scale)
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads)
-        parts = self._block_gradients(dout, q, k, v, out, lse, dq)
+        parts = self._block_gradients(visits, shape, dout, q, out, lse, dq)
         if need_trunk:
-            self._collect(parts, TrunkShape.of(k, v), dk, dv)
+            self._collect(parts, shape, dk, dv)
             return self._trunk_gradients(dq, dk, dv)
         for _ in parts:
             pass
         return dq, None, None
 
     def _visits(self, k, v) -> Iterator[tuple[int, torch.Tensor]]:
-        """Blocks of the other ranks."""
+        """Blocks of the other ranks, the first of them under way."""
         return make_ring(self.layout, TrunkShape.of(k, v)).visits(travelling_block(self.layout, k, v))
 
-    def _block_gradients(self, dout, q, k, v, out, lse, dq) -> Iterator[torch.Tensor]:
+    def _block_gradients(self, visits, shape: TrunkShape, dout, q, out, lse, dq) -> Iterator[torch.Tensor]:
         """For each visiting block its gradient, flat; adds to `dq` on the way."""
-        shape = TrunkShape.of(k, v)
-        for source, visitor in self._visits(k, v):
+        for source, visitor in visits:
             grads = torch.zeros_like(visitor, dtype=lse.dtype)
             block = self.layout.remote_block(source, self.num_pass)
             if block is not None:
