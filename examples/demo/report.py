@@ -11,6 +11,7 @@ from trl_codraft import Eagle3DraftModel, speculative_generate
 from trl_codraft.rollout.stats import SpeculativeStats
 
 
+MIN_PROMPTS = 16
 PANELS = {
     "reward": "reward",
     "draft/loss": "draft loss",
@@ -59,16 +60,18 @@ def compare_rollouts(
     Rolls out held-out prompts without a draft and with each of `drafts`, at temperature 1.
 
     The arms take turns on every batch, in an order that rotates, so that a slow moment of the machine hits all of
-    them. Processor time is counted, not wall-clock time, and the prefill is part of it.
+    them. Processor time of one thread is counted, not wall-clock time, and the prefill is part of it.
 
     Args:
         seconds (`float`):
-            No batch is begun after this much time, but at least one is done.
+            No batch is begun after this much time, except for the first 16 prompts.
 
     Returns:
         `dict`: the settings, the number of `prompts` used, and `arms`, one entry per way of rolling out.
     """
     policy.eval()
+    # Threads that wait for each other use processor time, too.
+    torch.set_num_threads(1)
     arms = [Arm("no draft", None), *(Arm(name, draft) for name, draft in drafts.items())]
     sampling = {
         "do_sample": True,
@@ -80,7 +83,7 @@ def compare_rollouts(
     }
     began, done = time.monotonic(), 0
     for turn, start in enumerate(range(0, len(prompts), batch_size)):
-        if done and time.monotonic() - began > seconds:
+        if done >= MIN_PROMPTS and time.monotonic() - began > seconds:
             break
         chats = prompts[start : start + batch_size]
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)

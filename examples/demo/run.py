@@ -21,7 +21,7 @@ from .task import correct_reward, ending_reward, format_reward, word_problems
 CONFIG = Path(__file__).with_name("config.yaml")
 TRAINED_LAYERS = 8
 NUM_TRAIN_PROMPTS = 512
-GRPO_SECONDS = 300
+GRPO_SECONDS = 280
 MIN_STEPS = 8
 COMPARISON_SECONDS = 50
 COMPARISON_BATCH = 4
