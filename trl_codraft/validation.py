@@ -342,7 +342,7 @@ def _check_policy(
         )
     # Policies without a longest context (ALiBi and the like) have no such key.
     context = getattr(policy, "max_position_embeddings", None)
-    if context is not None and raw.get("max_position_embeddings", context) < context:
+    if context is not None and (raw.get("max_position_embeddings") or context) < context:
         yield (
             f"`max_position_embeddings` is {raw['max_position_embeddings']}, the policy's {context}: servers read RoPE "
             "tables out of bounds, or acceptance collapses, beyond it"

@@ -256,5 +256,30 @@ def test_sections_of_another_kind(good, policy, tmp_path, key):
     assert f"`{key}` in the draft's config.json must be an object" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("hidden_size", "abc", "a whole number"),
+        ("max_position_embeddings", [], "a whole number"),
+        ("target_num_hidden_layers", {}, "a whole number"),
+        ("architectures", -3, "a list of names"),
+    ],
+)
+def test_values_of_another_kind(good, policy, tmp_path, key, value, words):
+    found = messages(good, policy, tmp_path, lambda config, tensors: config.__setitem__(key, value))
+    assert f"`{key}` in the draft's config.json must be {words}" in found[0]
+    with pytest.raises(ValueError, match=f"`{key}`.*must be {words}"):
+        Eagle3DraftModel.from_pretrained(tmp_path, policy=policy)
+
+
+def test_unknown_activation_is_named(good, policy, tmp_path):
+    def change(config, tensors):
+        config["hidden_act"] = config["transformer_layer_config"]["hidden_act"] = "brelu"
+
+    messages(good, policy, tmp_path, change)
+    with pytest.raises(ValueError, match="`hidden_act` 'brelu' is no activation"):
+        Eagle3DraftModel.from_pretrained(tmp_path, policy=policy)
+
+
 def test_policy_may_be_a_config(good, policy, tmp_path):
     assert messages(good, policy.config, tmp_path, lambda config, tensors: None) == []

@@ -7,6 +7,7 @@ Shapes: `H` draft hidden size, `Ht` policy hidden size, `n` policy layers, `V` /
 import math
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 
 # RoPE types whose frequencies do not depend on the length of the text at hand. The others ("dynamic", "longrope")
@@ -211,6 +212,8 @@ class Eagle3DraftConfig(PreTrainedConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads}): each key/value head serves the same number of query heads."
             )
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` {self.hidden_act!r} is no activation of Transformers, such as 'silu'.")
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` must be even for RoPE, got {self.head_dim}.")
         if self.draft_vocab_size > self.vocab_size:

@@ -20,6 +20,20 @@ from transformers import LlamaConfig
 from .configuration_eagle3 import Eagle3DraftConfig, default_tap_layers
 
 
+# Read as they are wherever they stand; a value of another kind would surface far from here.
+WHOLE_NUMBERS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "target_num_hidden_layers",
+)
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # All of these name the plain Llama block; the first is the only one SGLang knows.
 READABLE_ARCHITECTURES = (
@@ -150,14 +164,28 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 
 def check_sections(raw: Mapping[str, Any]) -> None:
     """
-    Checks that what must be a JSON object is one, or absent.
+    Checks that what must be a JSON object, a whole number or a list of names is one, or absent.
 
     Raises:
         ValueError: naming the key.
     """
-    for key in ("transformer_layer_config", "speculators_config", "eagle_config", "rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(key) or {}, Mapping):
-            raise ValueError(f"`{key}` in the draft's config.json must be an object, not {raw[key]!r}.")
+    for key in ("transformer_layer_config", "speculators_config", "eagle_config"):
+        _check_kind(raw, key, Mapping, "an object")
+    for section in (raw, raw.get("transformer_layer_config") or {}):
+        for key in ("rope_parameters", "rope_scaling"):
+            _check_kind(section, key, Mapping, "an object")
+            _check_kind(section.get(key) or {}, "rope_theta", (int, float), "a number")
+        for key in WHOLE_NUMBERS:
+            _check_kind(section, key, int, "a whole number")
+    names = raw.get("architectures") or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"`architectures` in the draft's config.json must be a list of names, not {names!r}.")
+
+
+def _check_kind(section: Mapping[str, Any], key: str, kind: type | tuple[type, ...], words: str) -> None:
+    """Raises ValueError unless the value is of the kind, null or absent."""
+    if section.get(key) is not None and not isinstance(section[key], kind):
+        raise ValueError(f"`{key}` in the draft's config.json must be {words}, not {section[key]!r}.")
 
 
 def layer_section(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +213,7 @@ def rope_from_disk(layer: Mapping[str, Any]) -> dict[str, Any]:
         )
     legacy_type = rope.pop("type", None)
     rope.setdefault("rope_type", legacy_type or "default")
-    rope.setdefault("rope_theta", layer.get("rope_theta") or DEFAULT_ROPE_THETA)
+    rope["rope_theta"] = rope.get("rope_theta") or layer.get("rope_theta") or DEFAULT_ROPE_THETA
     return rope
 
 
@@ -274,7 +302,7 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
         raise ValueError(f"The draft's config.json lacks {', '.join(absent)}.")
     rope = rope_from_disk(layer)
     num_policy_layers = raw.get("target_num_hidden_layers")
-    max_position_embeddings = layer.get("max_position_embeddings", 2048)
+    max_position_embeddings = layer.get("max_position_embeddings") or 2048
     if policy_config is not None:
         num_policy_layers = policy_config.num_hidden_layers
         if rope["rope_type"] in ("default", "linear", "llama3") or "original_max_position_embeddings" in rope:
