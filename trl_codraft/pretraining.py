@@ -17,6 +17,7 @@ from datasets import IterableDataset
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
+from .compatibility import base_policy
 from .modeling.initialization import tap_log_scales
 from .modeling.packing import DraftBatch, pack_rows
 from .modeling.vocab import choose_draft_vocab
@@ -30,6 +31,8 @@ MAX_COUNTED_PROMPTS = 2000
 # Each pretraining rollout is trained this many times: on a CPU and on a GPU alike, generating it and running the policy
 # over it cost far more than one more update of the draft.
 PASSES_PER_ROLLOUT = 4
+# Taps of a window that are kept between those passes; beyond, the policy's forward is run again.
+MAX_HELD_BYTES = 2 * 2**30
 
 
 @contextmanager
@@ -131,6 +134,14 @@ class PolicyRollouts:
             input_ids, attention_mask, trained, record.taps, record.last_hidden, trainer.args.draft_ttt_steps
         )
 
+    def taps_fit(self, rollouts: list[tuple[list[int], list[int]]]) -> bool:
+        """Whether packed taps of rollouts may be held: at most `MAX_HELD_BYTES` per rank on average, so ranks agree."""
+        draft, policy = self.trainer.draft_model.config, base_policy(self.trainer.model)
+        row_bytes = (len(draft.tap_layers) + 1) * draft.target_hidden_size * policy.dtype.itemsize
+        num_tokens = sum(len(prompt) + len(completion) for prompt, completion in rollouts)
+        num_tokens = torch.tensor(float(num_tokens), device=self.trainer.accelerator.device)
+        return self.trainer.accelerator.reduce(num_tokens, reduction="mean").item() * row_bytes <= MAX_HELD_BYTES
+
 
 def measure_tap_scales(trainer: "CoDraftGRPOTrainer", batch: DraftBatch | None) -> torch.Tensor | None:
     """
@@ -181,13 +192,15 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
             The trainer, with its `draft_trainer` built.
         num_steps (`int`):
             Number of updates. Each trains on `per_device_train_batch_size` rollouts per rank; every rollout is used in
-            four of them. The taps of one window (`steps_per_generation` microbatches) are held meanwhile.
+            four of them. The taps of one window (`steps_per_generation` microbatches) are held meanwhile, or recorded
+            anew where they would take more than 2 GiB per rank.
         source ([`PolicyRollouts`]):
             Where the rollouts come from.
     """
     rows_per_step = trainer.args.per_device_train_batch_size
     rollouts_per_window = rows_per_step * trainer.args.steps_per_generation
-    batches: list[DraftBatch | None] = []
+    chunks: list[list[tuple[list[int], list[int]]]] = []
+    held: list[DraftBatch | None] | None = None
     queue: list[int] = []
     progress = tqdm(
         range(num_steps),
@@ -199,10 +212,11 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
             if not queue:
                 rollouts = source.generate(rollouts_per_window)
                 chunks = [rollouts[i : i + rows_per_step] for i in range(0, len(rollouts), rows_per_step)]
-                batches = [source.record(chunk) for chunk in chunks]
+                held = [source.record(chunk) for chunk in chunks] if source.taps_fit(rollouts) else None
                 for _pass in range(PASSES_PER_ROLLOUT):
-                    queue += torch.randperm(len(batches), generator=source.random).tolist()
-            trainer.draft_trainer.accumulate(batches[queue.pop(0)])
+                    queue += torch.randperm(len(chunks), generator=source.random).tolist()
+            index = queue.pop(0)
+            trainer.draft_trainer.accumulate(held[index] if held is not None else source.record(chunks[index]))
             metrics = trainer.draft_trainer.step()
             trainer.draft_pretraining_log.append(metrics)
             shown = {"loss": "draft/loss", "accept_length_sim": "draft/accept_length_sim"}

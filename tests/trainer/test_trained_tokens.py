@@ -6,6 +6,9 @@ from datasets import Dataset
 from grpo_runs import PROMPTS, codraft_trainer, prompt_dataset
 from tiny import tiny_tokenizer
 
+from trl_codraft import pretraining
+from trl_codraft.pretraining import PolicyRollouts
+
 
 ENV_TOKENS = [20, 21, 22]
 
@@ -117,3 +120,22 @@ def test_rollouts_use_the_updated_draft(tmp_path):
     assert len(seen) == 3
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
+
+
+def test_pretraining_is_the_same_whether_taps_are_held_or_recorded_anew(tmp_path, monkeypatch):
+    """Also counts the policy forwards: one per microbatch of a window, or one per update."""
+    logs, records = [], []
+    record = PolicyRollouts.record
+    for limit in (2**31, 0):
+        count = []
+        monkeypatch.setattr(pretraining, "MAX_HELD_BYTES", limit)
+        monkeypatch.setattr(
+            PolicyRollouts, "record", lambda self, rows, count=count: count.append(1) or record(self, rows)
+        )
+        trainer = codraft_trainer(tmp_path, draft_pretrain_steps=9, max_steps=1)
+        trainer.train()
+        logs.append(trainer.draft_pretraining_log)
+        records.append(len(count))
+    assert logs[0] == logs[1]
+    # One for the tap scales; windows of 2 microbatches serve 8 updates.
+    assert records == [1 + 4, 1 + 9]
