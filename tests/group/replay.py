@@ -15,6 +15,8 @@ class WholeMicrobatch:
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
+        # How many microbatches left this rank without tokens, and how many were split.
+        self.empty, self.split = 0, 0
 
     def count_tokens(self, attention_mask):
         return (int(attention_mask.sum()),) * self.size
@@ -24,7 +26,7 @@ class WholeMicrobatch:
         rows, columns = real.shape
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         owners = (row * 5 + column * column) % self.size
-        if real.sum() < 3 * columns:
+        if real.sum() <= columns:
             owners = torch.zeros_like(owners)
         return owners.masked_fill(real == 0, -1)
 
@@ -35,6 +37,8 @@ class WholeMicrobatch:
         outputs = model(input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, **router)
         owners = self.owners(attention_mask[:, -logits_to_keep:]).flatten()
         positions = [(owners == member).nonzero().flatten() for member in range(self.size)]
+        self.empty += len(positions[self.rank]) == 0
+        self.split += 0 < len(positions[self.rank]) < sum(map(len, positions))
         own = lambda values: values[:, -logits_to_keep:].flatten()[positions[self.rank]]  # noqa: E731
         aux_loss = None
         if compute_aux_loss:
@@ -111,4 +115,5 @@ class GroupedTrainer(Observed, GroupedLoss):
     def __init__(self, *args, group_size, **kwargs):
         super().__init__(*args, **kwargs)
         group = new_loss_group(group_size, self.accelerator.device, TRAVELLING_TENSORS)
-        self.join_loss_group(group, WholeMicrobatch(group.rank, group_size))
+        self.seen["sharding"] = WholeMicrobatch(group.rank, group_size)
+        self.join_loss_group(group, self.seen["sharding"])

@@ -3,11 +3,13 @@ Ranks of `test_group_replay.py`: `python replay_worker.py OUT WORLD_SIZE SIZES C
 parallelism and in groups of each of the sizes (`1,2`), and saves what each rank saw.
 """
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from forked_ranks import fork_ranks
 from grpo_runs import PROMPTS, settings
@@ -43,11 +45,17 @@ def build(case, out, world_size, group_size, **overrides):
         # One prompt more than fills the batches of all ranks.
         arguments["eval_dataset"] = Dataset.from_dict({"prompt": PROMPTS[: 2 * world_size + 1]})
         config |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    # Accelerate keeps the precision of a process's first run in a singleton and in the environment.
+    AcceleratorState._reset_state()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     args = GRPOConfig(**settings(out / "run", ddp_timeout=60, **config))
     torch.manual_seed(1)
     if group_size is None:
-        return PlainTrainer(args=args, **arguments)
-    return GroupedTrainer(args=args, group_size=group_size, **arguments)
+        trainer = PlainTrainer(args=args, **arguments)
+    else:
+        trainer = GroupedTrainer(args=args, group_size=group_size, **arguments)
+    assert trainer.accelerator.mixed_precision == ("bf16" if config.get("bf16") else "no")
+    return trainer
 
 
 def run(case, out, world_size, group_size):

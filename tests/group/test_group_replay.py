@@ -49,7 +49,7 @@ PARAMETERS = [
 def assert_close(actual, expected, tolerance, what):
     actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
     message = lambda text: f"{what}: {text}"  # noqa: E731
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 100, equal_nan=True, msg=message)
+    torch.testing.assert_close(actual, expected, rtol=tolerance[0], atol=tolerance[1], equal_nan=True, msg=message)
 
 
 def assert_same_training(ours, plain, tolerance):
@@ -78,6 +78,12 @@ def assert_same_training(ours, plain, tolerance):
 def test_groups_change_no_loss_gradient_metric_or_weight(runs, line, name, size):
     for rank in runs(line):
         assert_same_training(rank[name][size], rank[name][None], TOLERANCES.get(name, TOLERANCE))
+
+
+def test_microbatches_are_split_and_some_shards_are_empty(runs):
+    for rank in runs("2 ranks"):
+        assert all(rank[name][2]["sharding"].split for name in rank)
+    assert runs("2 ranks")[1]["short window"][2]["sharding"].empty
 
 
 def logged(rank, name, key):
