@@ -1,6 +1,7 @@
 """Draft microbatches, whole and split over a group."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch.distributed as dist
 from cp.attention_cases import uneven_shards
@@ -73,6 +74,7 @@ def outcome(draft, loss):
     }
 
 
+@lru_cache
 def whole(case):
     """Outcome on one process."""
     draft, head, batch = case.build()
