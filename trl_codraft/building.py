@@ -1,13 +1,28 @@
 """From the trainer's configuration to a draft model and the arguments of its training."""
 
+from dataclasses import fields
+
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .config import CoDraftGRPOConfig
 from .modeling.checkpoint import check_fits_policy
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .training import DraftTrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+# What a run asks of a fresh draft, by field of its configuration.
+SHAPE_SETTINGS = {
+    "tap_layers": "draft_tap_layers",
+    "num_hidden_layers": "draft_num_hidden_layers",
+    "draft_vocab_size": "draft_vocab_size",
+    "fc_norm": "draft_fc_norm",
+    "norm_output": "draft_norm_output",
+}
 
 
 def build_draft(
@@ -36,18 +51,26 @@ def build_draft(
         draft = source
         check_fits_policy(draft, policy)
     else:
-        shape = {
-            "tap_layers": args.draft_tap_layers,
-            "num_hidden_layers": args.draft_num_hidden_layers,
-            "draft_vocab_size": args.draft_vocab_size,
-            "fc_norm": args.draft_fc_norm,
-            "norm_output": args.draft_norm_output,
-        }
+        shape = {field: getattr(args, setting) for field, setting in SHAPE_SETTINGS.items()}
         shape = {name: value for name, value in shape.items() if value is not None}
         draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, **shape))
+    if source is not None:
+        warn_about_ignored_settings(args, draft.config)
     draft = draft.to(torch.float32)
     draft.compute_dtype = compute_dtype(args, policy)
     return draft
+
+
+def warn_about_ignored_settings(args: CoDraftGRPOConfig, config: Eagle3DraftConfig) -> None:
+    """Warns about settings of a fresh draft's shape that a loaded draft does not follow."""
+    defaults = {spec.name: spec.default for spec in fields(args)}
+    for field, setting in SHAPE_SETTINGS.items():
+        asked, has = getattr(args, setting), getattr(config, field)
+        if asked != defaults[setting] and asked != has:
+            logger.warning(
+                f"`{setting}={asked}` is for fresh drafts: the loaded draft keeps its `{field}={has}`. Drop the setting, "
+                "or start from a draft of that shape."
+            )
 
 
 def compute_dtype(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> torch.dtype:

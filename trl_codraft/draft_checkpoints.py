@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer
 from transformers.utils import logging
 
+from .building import SHAPE_SETTINGS
 from .compatibility import base_policy
 from .export import export_draft, push_draft, score_draft
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
@@ -26,12 +27,8 @@ logger = logging.get_logger(__name__)
 DRAFT_FOLDER = "draft"
 DRAFT_STATE_NAME = "draft_state.pt"
 # What the draft's weights mean, by the setting that chooses it in a run; the policy settles the rest.
-SHAPE_SETTINGS = {
-    "tap_layers": "draft_tap_layers",
-    "num_hidden_layers": "draft_num_hidden_layers",
-    "draft_vocab_size": "draft_vocab_size",
-    "fc_norm": "draft_fc_norm",
-    "norm_output": "draft_norm_output",
+MEANING_SETTINGS = {
+    **SHAPE_SETTINGS,
     "norm_before_residual": "draft_model_name_or_path",
     "norm_before_fc": "draft_model_name_or_path",
 }
@@ -196,7 +193,7 @@ def check_same_draft(saved: Eagle3DraftConfig, own: Eagle3DraftConfig) -> None:
         ValueError: naming what differs and the settings to put back.
     """
     different = {
-        field: setting for field, setting in SHAPE_SETTINGS.items() if getattr(saved, field) != getattr(own, field)
+        field: setting for field, setting in MEANING_SETTINGS.items() if getattr(saved, field) != getattr(own, field)
     }
     if different:
         values = ", ".join(

@@ -124,6 +124,13 @@ def test_draft_of_another_policy_is_refused(tmp_path):
         codraft_trainer(tmp_path, trainer={"draft_model": draft})
 
 
+def test_shape_settings_that_a_loaded_draft_does_not_follow_are_named(tmp_path, caplog):
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(tiny_policy().config, tap_layers=[1, 2, 3]))
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        codraft_trainer(tmp_path, trainer={"draft_model": draft}, draft_vocab_size=30)
+    assert ["`draft_vocab_size=30` is for fresh drafts" in record.getMessage() for record in caplog.records] == [True]
+
+
 PLAIN = [
     ({"use_vllm": True}, "vLLM generates the rollouts"),
     ({"use_transformers_continuous_batching": True}, "continuous batching"),
