@@ -98,34 +98,7 @@ def config_to_disk(
     Returns:
         `dict[str, Any]`: JSON-serialisable.
     """
-    rope = dict(config.rope_parameters)
-    layer = {
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": rope["rope_theta"],
-        "rope_parameters": rope,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "dtype": dtype_name(dtype),
-        "torch_dtype": dtype_name(dtype),
-    }
-    if rope["rope_type"] != "default":
-        # Readers built on transformers 4 know scaling only under its old name.
-        layer["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if len(config.tap_layers) != 3:
-        # vLLM takes this one from `transformer_layer_config` and drops the top-level key.
-        layer["num_aux_hidden_states"] = len(config.tap_layers)
-
+    layer = _layer_to_disk(config, dtype)
     disk = {
         "architectures": [ARCHITECTURE],
         **layer,
@@ -155,6 +128,38 @@ def config_to_disk(
         },
         "transformer_layer_config": layer,
     }
+
+
+def _layer_to_disk(config: Eagle3DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The Llama keys, which stand both flat and in `transformer_layer_config`."""
+    rope = dict(config.rope_parameters)
+    layer = {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
+    }
+    if rope["rope_type"] != "default":
+        # Readers built on transformers 4 know scaling only under its old name.
+        layer["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if len(config.tap_layers) != 3:
+        # vLLM takes this one from `transformer_layer_config` and drops the top-level key.
+        layer["num_aux_hidden_states"] = len(config.tap_layers)
+    return layer
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
