@@ -25,6 +25,10 @@ IMAGE_TOKENS = {
     "qwen": "<|image_pad|>",
     "qwen3_5": "<|image_pad|>",
 }
+QWEN_VOCABULARIES = {
+    "qwen": (vocabularies.QWEN_WORDS, vocabularies.QWEN_FIRST_SPECIAL),
+    "qwen3_5": (vocabularies.QWEN3_5_WORDS, vocabularies.QWEN3_5_FIRST_SPECIAL),
+}
 REMOTE_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -37,13 +41,13 @@ class RemoteForCausalLM(LlamaForCausalLM):
 """
 
 
-def tokenizer_of(family: str, template: str | None):
+def tokenizer_of(family: str, template: str | None, short: bool):
     """The tokenizer of a family, with the chat template of that name from the installed TRL."""
     text = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8") if template else ""
     corpus = " ".join([text, *zen.TRAIN, *zen.TEST, *(message["content"] for message in zen.messages_of(""))])
     if family in ("qwen", "qwen3_5"):
-        build = vocabularies.qwen_tokenizer if family == "qwen" else vocabularies.qwen3_5_tokenizer
-        tokenizer = build(corpus)
+        words, first_special = QWEN_VOCABULARIES[family]
+        tokenizer = vocabularies.qwen_tokenizer(corpus, words, vocabularies.SHORT_SIZE if short else first_special)
     elif family == "gemma3":
         images = {
             "boi_token": "<start_of_image>",
@@ -94,16 +98,16 @@ def save_model(folder: Path, class_name: str, config: PreTrainedConfig) -> None:
     model.save_pretrained(folder)
 
 
-def build_text_model(root: Path, name: str, model: TextModel) -> None:
-    tokenizer = tokenizer_of(model.tokenizer, model.template)
+def build_text_model(root: Path, name: str, model: TextModel, short: bool) -> None:
+    tokenizer = tokenizer_of(model.tokenizer, model.template, short)
     folder = snapshot(root, name)
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), **special_ids(tokenizer), **model.sizes}
     save_model(folder, model.class_name, AutoConfig.for_model(model.model_type, **sizes))
 
 
-def build_vision_model(root: Path, name: str, model: VisionModel) -> None:
-    tokenizer = tokenizer_of(model.tokenizer, model.template)
+def build_vision_model(root: Path, name: str, model: VisionModel, short: bool) -> None:
+    tokenizer = tokenizer_of(model.tokenizer, model.template, short)
     folder = snapshot(root, name)
     tokenizer.save_pretrained(folder)
     for file_name, content in model.files.items():
@@ -125,7 +129,7 @@ def build_vision_model(root: Path, name: str, model: VisionModel) -> None:
 
 def build_remote_model(root: Path) -> None:
     """A repository with code of its own, for `trust_remote_code`."""
-    tokenizer = tokenizer_of("padded", None)
+    tokenizer = tokenizer_of("padded", None, short=True)
     folder = snapshot(root, "tiny-RemoteForCausalLM")
     tokenizer.save_pretrained(folder)
     config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), **special_ids(tokenizer), **TEXT)
@@ -141,14 +145,21 @@ def build_remote_model(root: Path) -> None:
     (folder / "config.json").write_text(json.dumps(stored))
 
 
-def build(root: Path) -> None:
-    """Fills `root` (a `HF_HUB_CACHE`) with every tiny repository."""
+def build(root: Path, short: bool) -> None:
+    """
+    Fills a folder with every tiny repository.
+
+    Args:
+        root (`Path`): a `HF_HUB_CACHE`.
+        short (`bool`): whether the Qwen models have a short vocabulary instead of ids as on the Hub. Enough for tests
+            that name no ids.
+    """
     for name, model in TEXT_MODELS.items():
-        build_text_model(root, name, model)
+        build_text_model(root, name, model, short)
     for name, model in VISION_MODELS.items():
-        build_vision_model(root, name, model)
+        build_vision_model(root, name, model, short)
     build_remote_model(root)
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    build(Path(sys.argv[1]), short=sys.argv[2] == "short")

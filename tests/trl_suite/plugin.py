@@ -39,6 +39,9 @@ class WithoutDraftTrainer(CoDraftGRPOTrainer):
         super().__init__(model, reward_funcs, args, *others, **kwargs)
 
 
+# Words in the names of tests that name token ids of the Hub's vocabularies, or count on a tiny chance of an end token.
+FULL_VOCABULARY_TESTS = ("tool", "environment", "mask_truncated")
+
 TRAINERS = {
     "original": (trl.GRPOTrainer, trl.GRPOConfig),
     "without_draft": (WithoutDraftTrainer, WithoutDraftConfig),
@@ -51,14 +54,27 @@ TRAINERS = {
 def pytest_addoption(parser):
     group = parser.getgroup("trl", "TRL's own tests")
     group.addoption("--trl-trainer", choices=sorted(TRAINERS), default="original", help="trainer to test")
+    group.addoption("--trl-vocabulary", choices=("full", "short"), help="only the tests that need this cache")
     group.addoption("--trl-outcomes", type=Path, help="JSON file to write the outcome of each test to")
 
 
 def pytest_configure(config):
     trl.GRPOTrainer, trl.GRPOConfig = TRAINERS[config.getoption("--trl-trainer")]
-    datasets.load_dataset = zen.load_dataset
+    # Steps with the long vocabulary are slow, and no test that needs it counts rows.
+    num_train_rows = 4 if config.getoption("--trl-vocabulary") == "full" else None
+    datasets.load_dataset = functools.partial(zen.load_dataset, num_train_rows=num_train_rows)
     if config.getoption("--trl-outcomes") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(config.getoption("--trl-outcomes")))
+
+
+def pytest_collection_modifyitems(config, items):
+    vocabulary = config.getoption("--trl-vocabulary")
+    if vocabulary is None:
+        return
+    full = [any(word in item.name for word in FULL_VOCABULARY_TESTS) for item in items]
+    kept = [item for item, is_full in zip(items, full, strict=True) if is_full == (vocabulary == "full")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 class Outcomes:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
+VOCABULARIES = ("short", "full")
 MODES = ("original", "without_draft", "defaults", "plain_config")
 REFUSALS = HERE / "refusals.txt"
 
@@ -90,13 +91,13 @@ def cache_folder(parent: Path | None) -> Path:
     return (parent or Path(tempfile.gettempdir())) / f"trl-suite-{hashlib.sha256(b''.join(sources)).hexdigest()[:12]}"
 
 
-def environment(cache: Path) -> dict[str, str]:
+def environment(cache: Path, vocabulary: str) -> dict[str, str]:
     paths = [str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "HF_HOME": str(cache),
-        "HF_HUB_CACHE": str(cache / "hub"),
+        "HF_HOME": str(cache / vocabulary),
+        "HF_HUB_CACHE": str(cache / vocabulary / "hub"),
         "HF_HUB_OFFLINE": "1",
         "CI": "1",
         "OMP_NUM_THREADS": "1",
@@ -110,31 +111,39 @@ def ensure_cache(cache: Path) -> None:
     print(f"building the tiny models in {cache}", flush=True)
     with tempfile.TemporaryDirectory(dir=cache.parent) as scratch:
         built = Path(scratch) / "cache"
-        command = [sys.executable, "-m", "trl_suite.hub", str(built / "hub")]
-        subprocess.run(command, env=environment(built), check=True, stderr=subprocess.DEVNULL)
+        for vocabulary in VOCABULARIES:
+            command = [sys.executable, "-m", "trl_suite.hub", str(built / vocabulary / "hub"), vocabulary]
+            subprocess.run(command, env=environment(built, vocabulary), check=True, stderr=subprocess.DEVNULL)
         (built / "complete").touch()
         built.rename(cache)
 
 
 def run_mode(mode: str, args: argparse.Namespace, cache: Path, output: Path) -> dict:
-    """Runs the suite on one trainer in a process of its own and returns the outcomes."""
+    """Runs the suite on one trainer, in a process per cache, and returns the outcomes."""
     file = args.tests if args.tests.suffix == ".py" else args.tests / "test_grpo_trainer.py"
-    outcomes = output / f"{mode}.json"
-    outcomes.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "pytest", "-p", "trl_suite.plugin", "-p", "no:cacheprovider"),
-        *("-c", str(HERE / "settings.ini"), "--rootdir", str(file.parent.parent)),
-        *("-q", "--tb=short", "--no-header", f"--trl-trainer={mode}", f"--trl-outcomes={outcomes}"),
-        *(("-n", str(args.workers)) if args.workers > 1 else ()),
-        *(("-k", args.select) if args.select else ()),
-        str(file),
-    ]
-    log = output / f"{mode}.log"
-    with log.open("w") as stream:
-        code = subprocess.run(command, env=environment(cache), stdout=stream, stderr=subprocess.STDOUT).returncode
-    if code not in (0, 1) or not outcomes.exists():
-        raise SystemExit(f"pytest ended with {code} in mode {mode}: see {log}")
-    return json.loads(outcomes.read_text())
+    outcomes = {}
+    for vocabulary in VOCABULARIES:
+        part = output / f"{mode}.{vocabulary}.json"
+        part.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "pytest", "-p", "trl_suite.plugin", "-p", "no:cacheprovider"),
+            *("-c", str(HERE / "settings.ini"), "--rootdir", str(file.parent.parent), "-v", "--tb=short"),
+            *(f"--trl-trainer={mode}", f"--trl-vocabulary={vocabulary}", f"--trl-outcomes={part}"),
+            *(("-n", str(args.workers)) if args.workers > 1 else ()),
+            *(("-k", args.select) if args.select else ()),
+            str(file),
+        ]
+        log = output / f"{mode}.{vocabulary}.log"
+        with log.open("w") as stream:
+            process = subprocess.run(
+                command, env=environment(cache, vocabulary), stdout=stream, stderr=subprocess.STDOUT
+            )
+        # 1: tests failed; 5: none selected.
+        if process.returncode not in (0, 1, 5) or not part.exists():
+            raise SystemExit(f"pytest ended with {process.returncode} in mode {mode}: see {log}")
+        outcomes.update(json.loads(part.read_text()))
+    (output / f"{mode}.json").write_text(json.dumps(outcomes, indent=1, sort_keys=True))
+    return outcomes
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -38,9 +38,16 @@ QWEN3_5_TEXT = {
         "mrope_interleaved": True,
     },
 }
-PATCHES = {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
-SIGLIP = {**PATCHES, "hidden_size": 16, "intermediate_size": 32}
-CLIP = {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16}
+PATCHES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SIGLIP = {**PATCHES, "vision_use_head": False}
+CLIP = {**PATCHES, "model_type": "clip_vision_model", "projection_dim": 16}
 QWEN_VISION = {"depth": 2, "num_heads": 4, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 QWEN3_5_VISION = {
     "depth": 2,

@@ -66,12 +66,29 @@ def rows_of(name: str, config: str, lines: list[str]) -> Dataset:
     return image_rows(lines) if name == "trl-internal-testing/zen-image" else multi_image_rows(lines)
 
 
-def load_dataset(path: str, name: str | None = None, split: str | None = None, streaming: bool = False, **kwargs):
-    """Takes the place of [`datasets.load_dataset`] in the test module; other data sets go to the real function."""
+def load_dataset(
+    path: str,
+    name: str | None = None,
+    split: str | None = None,
+    streaming: bool = False,
+    *,
+    num_train_rows: int | None = None,
+    **kwargs,
+):
+    """
+    Takes the place of [`datasets.load_dataset`] in the test module; other data sets go to the real function.
+
+    Args:
+        path, name, split, streaming: as there.
+        num_train_rows (`int`, *optional*): training rows to keep, all if `None`.
+    """
     known = ("trl-internal-testing/zen", "trl-internal-testing/zen-image", "trl-internal-testing/zen-multi-image")
     if path not in known:
         return datasets.load.load_dataset(path, name, split=split, streaming=streaming, **kwargs)
-    rows = {part: rows_of(path, name, lines) for part, lines in SPLITS.items()}
+    rows = {
+        part: rows_of(path, name, lines[:num_train_rows] if part == "train" else lines)
+        for part, lines in SPLITS.items()
+    }
     if streaming:
         rows = {part: dataset.to_iterable_dataset() for part, dataset in rows.items()}
         return rows[split] if split else datasets.IterableDatasetDict(rows)
