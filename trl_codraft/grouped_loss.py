@@ -105,6 +105,9 @@ class GroupedLoss(GRPOTrainer):
         """
         loss_group.require_same({name: getattr(self.args, name) for name in SCHEDULE})
         self.loss_group, self.sharding = loss_group, sharding
+        if self.accelerator.is_fsdp2:
+            # Each backward reduces and frees its gradients: otherwise whole gradients pile up over micro-steps too.
+            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
     # Losses
 
@@ -156,7 +159,7 @@ class GroupedLoss(GRPOTrainer):
         return attributes_set(self, _score_rows=lambda *arguments: scores, _entropy_mask=inputs.get("entropy_mask"))
 
     def _no_sync(self, model):
-        # FSDP2 reduces and frees the gradients of each backward; holding them whole until the last costs memory.
+        # FSDP2: see `join_loss_group`.
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.no_sync(model)
 
     def _high_entropy_mask(self, inputs):
