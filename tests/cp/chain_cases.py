@@ -123,6 +123,15 @@ def one_row_gradients(group):
     return results
 
 
+def unsharded(group):
+    """This rank's rows, the whole pack it gets for them, and the gradient of a weighted sum of the whole."""
+    layout = layout_of("uneven", MIXED[0], group)
+    values = torch.stack([layout.rows, -layout.rows], dim=1).double().requires_grad_()
+    whole = layout.unshard(values)
+    (grad,) = torch.autograd.grad((whole * torch.arange(len(whole))[:, None]).sum(), [values])
+    return layout.rows, whole.detach(), grad
+
+
 def stalled_rank(group):
     """What the ranks of a group of four report when rank 1 does not make the call."""
     if dist.get_world_size(group) < 4:

@@ -26,6 +26,7 @@ from cp.chain_cases import (
     chain_costs,
     one_row_gradients,
     stalled_rank,
+    unsharded,
 )
 from cp.groups import run_in_groups
 from cp.threads import run_in_threads
@@ -45,6 +46,7 @@ def work(group):
         "cases": run_cases(group, [*DEFAULT_CASES, *BF16_CASES]),
         "costs": chain_costs(group),
         "one row": one_row_gradients(group),
+        "unsharded": unsharded(group),
         "stalled": stalled_rank(group),
     }
 
@@ -122,6 +124,15 @@ def test_a_row_reaches_every_key_of_its_document_on_any_rank_and_no_other_docume
             assert torch.equal(dv > 0, docs == doc)
             if doc_lens[doc] >= 2 * size:
                 assert len(owners[docs == doc].unique()) == size
+
+
+def test_every_rank_gets_the_whole_pack_and_its_own_rows_of_the_gradient(results):
+    """Not the sum over ranks, as a differentiable all-gather would have it."""
+    pack_rows = torch.arange(sum(MIXED[0])).double()
+    for size in SIZES:
+        for rows, whole, grad in (result["unsharded"] for result in results[size]):
+            assert torch.equal(whole, torch.stack([pack_rows, -pack_rows], dim=1))
+            assert torch.equal(grad, rows.double()[:, None].expand(-1, 2))
 
 
 # What travels: the formulas of docs/parallelism.md
