@@ -11,7 +11,7 @@ from trl_codraft.grouped_loss import TRAVELLING_TENSORS, GroupedLoss
 
 
 class WholeMicrobatch:
-    """Sharding by replay. Completion tokens are dealt out unevenly, and whole microbatches of few tokens to rank 0."""
+    """Sharding by replay. Completion tokens are dealt out unevenly, every third microbatch to member 0 alone."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
@@ -26,7 +26,7 @@ class WholeMicrobatch:
         rows, columns = real.shape
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         owners = (row * 5 + column * column) % self.size
-        if real.sum() <= columns:
+        if real.sum() % 3 == 0:
             owners = torch.zeros_like(owners)
         return owners.masked_fill(real == 0, -1)
 
