@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import torch.distributed as dist
-from cp.attention_cases import uneven_shards
+from cp.attention_cases import Case, make_layout
 from modeling.draft_cases import NOTHING_TRAINED, RAGGED, SHORT, draft_case, microbatch
 
 from trl_codraft.cp.draft import DraftBatchShard, sharded_draft_loss
-from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.modeling.losses import draft_loss
 
 
@@ -82,19 +80,15 @@ def whole(case):
 
 
 def shard_batch(case, batch, group):
-    doc_lens, roots = batch.layout.doc_lens, batch.layout.first_valid_root
-    if case.mode == "uneven":
-        shards = uneven_shards(doc_lens, 1 if group is None else dist.get_world_size(group))
-        layout = ContextLayout(doc_lens, shards, group, first_valid_root=roots)
-    else:
-        layout = ContextLayout.plan(doc_lens, group, mode=case.mode, first_valid_root=roots)
+    """This rank's part of a whole microbatch."""
+    layout = make_layout(Case((batch.layout.doc_lens, batch.layout.first_valid_root), case.mode), group)
     hidden = (layout.shard(tensor) for tensor in (batch.taps, batch.last_hidden))
     return DraftBatchShard(batch.input_ids, batch.trained, *hidden, layout)
 
 
-def on_shard(case, group):
-    """Outcome of this rank's part."""
-    draft, head, batch = case.build()
+def on_shard(case, group, built=None):
+    """Outcome of this rank's part. Ranks that are threads bring what was built before: building sets global state."""
+    draft, head, batch = built or case.build()
     shard = shard_batch(case, batch, group)
     return outcome(draft, sharded_draft_loss(draft, head, shard, trunk=case.trunk, **case.settings()))
 

@@ -1,13 +1,14 @@
-"""Breaks sharded attention on purpose and asserts that the comparison with the dense softmax notices."""
+"""Breaks sharded attention and the draft on shards on purpose and asserts that the comparisons notice."""
 
 from functools import partial
 
 import pytest
 import torch
 from cp.attention_cases import MIXED, Case, assemble, attend, dense
+from cp.draft_shard_cases import DraftCase, on_shard, whole
 from cp.threads import run_in_threads
 
-from trl_codraft.cp import attention, branch, layout, ring, trunk
+from trl_codraft.cp import attention, branch, draft, layout, ring, trunk
 
 
 BRANCH = Case(MIXED, "document", 3)
@@ -99,3 +100,52 @@ def unweighted_merge(patch):
 def test_broken_code_is_noticed(monkeypatch, case, mutation):
     mutation(monkeypatch)
     assert largest_error(monkeypatch, case) > 1e-3
+
+
+# The draft
+
+
+def draft_errors(monkeypatch, case):
+    """Names of what differs from the whole pack."""
+    built = [case.build() for _ in range(3)]
+    parts = run_in_threads(monkeypatch, lambda group: on_shard(case, group, built[group[0]]), 3)
+    totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+    return {name for name, value in whole(case).items() if (totals[name] - value).abs().max() > 1e-9}
+
+
+def nothing(patch):
+    pass
+
+
+def embeddings_that_stop_at_the_segment(patch):
+    patch.setattr(
+        draft.RowsAhead,
+        "look",
+        lambda self, values, halo, rows, steps: values[(rows + steps).clamp(max=len(values) - 1)],
+    )
+
+
+def teacher_rows_of_no_one(patch):
+    original = draft.RowsAhead.interleave
+    patch.setattr(draft.RowsAhead, "interleave", lambda self, values, halo: original(self, values, halo.roll(1, 0)))
+
+
+def shared_teacher_positions_counted_by_all(patch):
+    patch.setattr(draft, "_uncount", lambda *arguments: None)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "noticed"),
+    [
+        (nothing, set()),
+        (embeddings_that_stop_at_the_segment, {"loss_sum", "fc.weight"}),
+        (teacher_rows_of_no_one, {"loss_sum", "lm_head.weight"}),
+        (shared_teacher_positions_counted_by_all, {"coverage", "positions"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_draft_shards_are_noticed(monkeypatch, mutation, noticed):
+    mutation(monkeypatch)
+    errors = draft_errors(monkeypatch, DraftCase(reduced=True))
+    assert errors >= noticed
+    assert bool(errors) == bool(noticed)

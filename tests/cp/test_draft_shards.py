@@ -8,7 +8,7 @@ from cp.groups import run_in_groups
 
 @pytest.fixture(scope="module")
 def results():
-    return run_in_groups(run_cases, ranks={2: [0, 2], 3: [0, 1, 2]})
+    return run_in_groups(run_cases, ranks={3: [0, 1, 2]})
 
 
 def assert_sum_is_whole(case, parts):

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections import defaultdict
+from itertools import product
 
 from trl_codraft.cp import ring
 
@@ -18,7 +18,8 @@ class _Arrivals:
 
 def run_in_threads(monkeypatch, work, size):
     """`[work((rank, size)) for each rank]`, all at once."""
-    channels, local, results, errors = defaultdict(queue.Queue), threading.local(), [None] * size, []
+    channels = {key: queue.Queue() for key in product(range(size), range(size), range(3))}
+    local, results, errors = threading.local(), [None] * size, []
 
     def post(group, sends, receives, what, tag=0):
         for peer, buffer in sends:
