@@ -4,12 +4,12 @@ A model, not a measurement: time of a draft's attention over K passes on GPUs th
 The work of every rank and step of the ring is counted on the library's own layouts, so imbalance, empty steps and whole
 documents are in it. Assumed and settable: achieved attention throughput, bandwidth of a link in one direction, latency
 of a step, backward = 2.5 x the forward's FLOPs, messages under computing where there is any (a step lasts as long as
-the longer of both; gathering hides behind nothing), all ranks wait for the slowest in every step. Not in it: the kernels' loss of speed on small
-blocks, other traffic on the links, everything but attention.
+the longer of both; gathering hides behind nothing), all ranks wait for the slowest in every step. Not in it: the
+kernels' loss of speed on small blocks, other traffic on the links, everything but attention.
 
 The bytes are those of docs/parallelism.md, which a test counts on the wire.
 
-    python benchmarks/cp_model.py --passes 4
+    python benchmarks/cp_model.py --passes 4 --sizes 8 64        # 64 ranks: minutes of counting
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main():
     parser.add_argument("--flops", type=float, default=400e12, help="achieved in attention")
     parser.add_argument("--latency", type=float, default=20e-6, help="seconds per step of a ring")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**18, 2**20])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8])
     args = parser.parse_args()
     print(
         f"K = {args.passes}, heads {args.heads}/{args.kv_heads} x {args.head_dim}, bf16, {args.flops:.0e} FLOP/s assumed"
