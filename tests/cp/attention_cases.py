@@ -5,7 +5,7 @@ or row order: one softmax over all keys of the pack, its mask from documents and
 
 import random
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -187,7 +187,7 @@ def assemble(case, results):
     return total
 
 
-@cache
+@lru_cache(maxsize=64)
 def dense(case):
     """Output and gradients of one dense softmax in float64; rows that no pass computes are zero."""
     layout, whole = case.full_layout(), {name: tensor.double() for name, tensor in tensors(case).items()}
