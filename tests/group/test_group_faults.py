@@ -7,7 +7,7 @@ from forked_ranks import run_script
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     # Collectives give up after 60 s, so a fault that makes one rank wait for the other takes longer than this.
-    return run_script("fault_worker.py", tmp_path_factory.mktemp("faults"), timeout=100)
+    return run_script("fault_worker.py", tmp_path_factory.mktemp("faults"), timeout=240)
 
 
 @pytest.mark.parametrize(
