@@ -52,7 +52,7 @@ demo-long: demo  ## the same with more pretraining, more steps and more held-out
 
 # ------------------------------------------------------------------------------------------------------- tests
 test: $(VENV)/.dev  ## environment + tests (CPU only, no network)
-	$(ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=15 $(TESTS)
+	$(ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15 $(TESTS)
 
 test-slow: $(VENV)/.dev $(VENV)/.demo  ## tests that take minutes, some on SmolLM2-135M
 	$(ENV) $(BIN)/python -m pytest -m "slow or real_model" --durations=15 $(TESTS)
