@@ -61,7 +61,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     trl.GRPOTrainer, trl.GRPOConfig = TRAINERS[config.getoption("--trl-trainer")]
     # Steps with the long vocabulary are slow, and no test that needs it counts rows.
-    num_train_rows = 4 if config.getoption("--trl-vocabulary") == "full" else None
+    num_train_rows = 2 if config.getoption("--trl-vocabulary") == "full" else None
     datasets.load_dataset = functools.partial(zen.load_dataset, num_train_rows=num_train_rows)
     if config.getoption("--trl-outcomes") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(config.getoption("--trl-outcomes")))

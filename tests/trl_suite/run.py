@@ -1,13 +1,13 @@
 """
 Runs TRL's own `tests/test_grpo_trainer.py` offline on three trainers and compares the outcomes:
 
-    python -m tests.trl_suite.run --tests /path/to/trl/tests
+    python tests/trl_suite/run.py --tests /path/to/trl/tests      (or: make test-trl TRL_TESTS=...)
 
 `original` is `trl.GRPOTrainer`; `without_draft` is `CoDraftGRPOTrainer` with `use_draft=False`; `defaults` is
 `CoDraftGRPOTrainer` with `CoDraftGRPOConfig` as it comes. A test that passes with the original must pass with ours; at
 defaults it may also fail as `refusals.txt` says. TRL's tests are not vendored: give a checkout of the installed version.
 The models and data come from a local cache (`hub.py`, `zen.py`); a test that needs other files fails with the original too
-and so says nothing.
+and so says nothing. Qwen's vision-language models need torchvision. Takes about an hour of CPU time.
 """
 
 import argparse
