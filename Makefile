@@ -44,11 +44,11 @@ demo: $(VENV)/.demo  ## environment + GRPO with a co-trained draft on a real mod
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE PYTHONWARNINGS=ignore::FutureWarning \
 	$(BIN)/python examples/scripts/grpo_codraft.py --output_dir $(OUTPUT) $(DEMO_ARGS)
 
-demo-long: export DEMO_STEPS ?= 60
+demo-long: export DEMO_STEPS ?= 24
 demo-long: export DEMO_EVAL_PROMPTS ?= 64
-demo-long: DEMO_ARGS ?= --draft_pretrain_steps 640
+demo-long: DEMO_ARGS ?= --draft_pretrain_steps 320
 demo-long: OUTPUT := outputs/demo-long
-demo-long: demo  ## the same with more pretraining, more steps and more held-out prompts (hours)
+demo-long: demo  ## the same with more pretraining, more steps and more held-out prompts (about 40 minutes)
 
 # ------------------------------------------------------------------------------------------------------- tests
 test: $(VENV)/.dev  ## environment + tests (CPU only, no network)
