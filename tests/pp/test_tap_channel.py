@@ -1,0 +1,122 @@
+"""The tap channel between processes, over both transports: what arrives, when, and what it refuses."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from forked import TESTS, run_script, succeeded
+
+from trl_codraft.pp import GlooTransport
+
+
+TRANSPORTS = ("shared memory", "gloo")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("channel")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    return run_script("channel_worker.py", folder)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "changing shapes, 2 ranks",
+        "changing shapes, 4 ranks",
+        "GPipe, 3 ranks",
+        "interleaved",
+        "interleaved, fewest slots",
+        "one slot",
+    ],
+)
+def test_every_tap_arrives_to_the_bit_and_crosses_once(outcomes, transport, case):
+    # The ranks themselves compare every tap with its known value.
+    results = succeeded(outcomes[transport, case])
+    for sent, formula, queued in results:
+        assert sent == formula
+        assert queued == 0
+    assert sum(sent for sent, _, _ in results) > 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_recomputed_forwards_and_evaluations_send_nothing(outcomes, transport):
+    results = succeeded(outcomes[transport, "recomputation"])
+    assert [epoch for epoch, _ in results] == [3, 3]
+    assert results[1][1] == [True] * 6
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_wrong_use_is_named_and_ends_the_channel(outcomes, transport):
+    messages, others = succeeded(outcomes[transport, "refusals"])
+    expected = [
+        "did not run layers [0, 1]",
+        "shape (1, 1, 4), but torch.float32 of shape (1, 1, 3) was planned",
+        "did not run layers [1]",
+        "microbatch 0 runs twice",
+        "captured twice in one forward",
+        "Taps arrive on the rank of stage 1, not here",
+        "Stage 0 did not run microbatch 0",
+        "`end_step` without `begin_step`",
+        "at least one microbatch",
+    ]
+    for index, text in enumerate(expected):
+        assert text in messages[2 * index]
+        assert "cannot be used any more: rank 0" in messages[2 * index + 1]
+        # The other rank waits for taps: it is told what happened, or that they do not come.
+        assert "rank 0" in others[2 * index]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_taps_that_nobody_took_stop_the_next_step(outcomes, transport):
+    (queued, _, _), (queued_sink, after_close, message) = succeeded(outcomes[transport, "leftovers"])
+    assert queued == 0
+    # 2 microbatches of (1, 2): fp32 x 3, bf16 x 4, fp64 x 5, fp16 x 6 wide.
+    assert queued_sink == 2 * 2 * (3 * 4 + 4 * 2 + 5 * 8 + 6 * 2)
+    assert after_close == 0
+    assert "the taps of microbatches [0, 1] were not taken" in message
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nothing_is_left_in_file_systems_after_a_kill(outcomes, folder, transport):
+    ranks = outcomes[transport, "killed"]
+    assert [rank.exitcode for rank in ranks] == [-9, -9]
+    for number in range(2):
+        files = torch.load(folder / transport / "killed" / f"files{number}.pt", weights_only=False)
+        named = [name for name in files if name.startswith(("/dev/shm", tempfile.gettempdir()))]
+        # The test's own store and error file, and a Python that may be installed there.
+        own = (str(folder), sys.prefix, sys.base_prefix)
+        assert [name for name in named if not name.startswith(own)] == []
+        assert any("memfd:taps (deleted)" in name for name in files) == (transport == "shared memory")
+
+
+def test_gloo_transport_refuses_other_backends(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    with pytest.raises(ValueError, match="gloo.*nccl.*not supported yet"):
+        GlooTransport(None)
+
+
+def soak(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
+    command = [sys.executable, str(Path(TESTS.parent, "benchmarks", "tap_soak.py")), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.count("every tap right")
+
+
+def test_soak_in_short():
+    assert soak("--steps", "20", "--pipelines", "2") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_soak_of_200_steps():
+    assert soak("--steps", "200") == 8

@@ -1,0 +1,56 @@
+"""One rank of three does something wrong: every other ends soon, with a non-zero code, and names the culprit."""
+
+import re
+
+import fault_worker
+import pytest
+from forked import run_script
+
+
+LATEST = fault_worker.TIMEOUT + 10
+
+
+@pytest.fixture(scope="module", params=["shared memory", "gloo"])
+def outcomes(request, tmp_path_factory):
+    return run_script("fault_worker.py", tmp_path_factory.mktemp("faults"), request.param)
+
+
+def culprit_of(fault):
+    return int(fault.split("rank ")[1][0]) if "rank " in fault else 0
+
+
+@pytest.mark.parametrize("fault", fault_worker.FAULTS)
+def test_every_survivor_ends_in_time_and_names_the_culprit(outcomes, fault):
+    culprit = culprit_of(fault)
+    for rank, outcome in enumerate(outcomes[fault]):
+        if rank == culprit and outcome.exitcode == -9:
+            continue  # killed, or still asleep when the others had gone
+        assert outcome.exitcode == 1, (rank, outcome)
+        assert outcome.seconds < LATEST
+        last = outcome.errors.strip().splitlines()[-1]
+        if rank != culprit:
+            assert f"rank {culprit}" in last or f"rank(s) [{culprit}]" in last, last
+
+
+WHERE = r".*stage 0, rank 0, microbatch 2, step 2"
+MESSAGES = {
+    "dropped": "sequence 8 instead of 7, microbatch 3 instead of 2" + WHERE,
+    "duplicated": "sequence 7 instead of 8, microbatch 2 instead of 3.*stage 0, rank 0, microbatch 3, step 2",
+    "reordered": "sequence 8 instead of 7" + WHERE,
+    # What is no header at all has no lane: the rank is all that shared memory knows of it.
+    "cut header": "from rank 0: a header of 40 bytes|checksum is wrong" + WHERE,
+    "cut payload": "num_bytes 64 instead of 128" + WHERE,
+    "other bytes": "from rank 0: a header arrived|checksum is wrong" + WHERE,
+    "killed source": "(rank 0 is gone|connection to rank 0 broke)" + WHERE,
+    "stalled source": "waited 1 s for rank 0" + WHERE,
+    "broken model": r"rank 0 gave up: rank 0 \(stages \[0\]\): the model is broken",
+    "other plan (rank 1)": r"The tap plan of rank\(s\) \[1\] differs",
+    "other shapes": "another plan or other shapes|plan [0-9]+ instead of",
+    "never joins": "waited 1 s for rank 0.*stage 0, rank 0, microbatch 0, step 1",
+}
+
+
+@pytest.mark.parametrize("fault", MESSAGES)
+def test_the_rank_of_the_draft_says_what_is_wrong_where(outcomes, fault):
+    last = outcomes[fault][2].errors.strip().splitlines()[-1]
+    assert re.search(MESSAGES[fault], last), last
