@@ -106,7 +106,7 @@ def open_files():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="steps of every pipeline and transport")
+    parser.add_argument("--steps", type=int, default=200, help="steps of every pipeline and transport")
     parser.add_argument("--pipelines", type=int, default=len(PIPELINES), help="how many of the pipelines to run")
     args = parser.parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {args.steps} steps each")
