@@ -139,8 +139,8 @@ class GroupedLoss(GRPOTrainer):
     def _gradient_pass(self, model, rows, keep):
         """TRL's loss sees one member's rows as a world of one; `keep` takes the scores, without their graph."""
 
-        def score(*arguments):
-            scores = self._score_together(model, *arguments)
+        def score(*rows, **settings):
+            scores = self._score_together(model, *rows, **settings)
             if keep is not None:
                 keep.append(scores.detach())
             return scores
@@ -156,7 +156,9 @@ class GroupedLoss(GRPOTrainer):
             yield
 
     def _metric_pass(self, inputs, scores):
-        return attributes_set(self, _score_rows=lambda *arguments: scores, _entropy_mask=inputs.get("entropy_mask"))
+        return attributes_set(
+            self, _score_rows=lambda *rows, **settings: scores, _entropy_mask=inputs.get("entropy_mask")
+        )
 
     def _no_sync(self, model):
         # FSDP2: see `join_loss_group`.
@@ -185,42 +187,13 @@ class GroupedLoss(GRPOTrainer):
 
     # Scores
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **images,
-    ):
+    def _get_per_token_logps_and_entropies(self, model, *rows, **settings):
         if self.loss_group is None:
-            return super()._get_per_token_logps_and_entropies(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size=batch_size,
-                compute_entropy=compute_entropy,
-                compute_aux_loss=compute_aux_loss,
-                **images,
-            )
+            return super()._get_per_token_logps_and_entropies(model, *rows, **settings)
         if self._score_rows is not None:
-            return self._score_rows(input_ids, attention_mask, logits_to_keep, compute_entropy, compute_aux_loss)
+            return self._score_rows(*rows, **settings)
         phase = Phase.LOG_PROBS if self.model.training else Phase.EVALUATION
-        return self._score_own_rows(
-            phase,
-            model,
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            batch_size=batch_size,
-            compute_entropy=compute_entropy,
-            compute_aux_loss=compute_aux_loss,
-            **images,
-        )
+        return self._score_own_rows(phase, model, *rows, **settings)
 
     def _score_own_rows(
         self,
@@ -240,13 +213,21 @@ class GroupedLoss(GRPOTrainer):
         headers = self._announce(phase, {**rows, **images}, logits_to_keep, chunk_rows=batch_size or 0)
 
         def score(ids, mask, completion_length):
-            return self._score_together(model, ids, mask, completion_length, compute_entropy, compute_aux_loss)
+            return self._score_together(
+                model,
+                ids,
+                mask,
+                completion_length,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+            )
 
         return score_members(self.loss_group, headers, rows, score)
 
-    def _score_together(self, model, *arguments) -> Scores:
+    def _score_together(self, model, *rows, compute_entropy=False, compute_aux_loss=False, **images) -> Scores:
+        # Without images: see `_score_own_rows`.
         with self.accelerator.autocast():
-            return score_together(self.loss_group, self.sharding, model, *arguments)
+            return score_together(self.loss_group, self.sharding, model, *rows, compute_entropy, compute_aux_loss)
 
     # Headers
 

@@ -16,14 +16,14 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def run_script(script, out, *arguments, timeout):
-    """Runs a script of this folder and returns what each of its ranks wrote to `OUT/rank{R}.pt`."""
+def run_script(script, out, *arguments, timeout, folder="group"):
+    """Runs a script of a folder of tests and returns what each of its ranks wrote to `OUT/rank{R}.pt`."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(str(path) for path in (TESTS / "group", TESTS, TESTS.parent)),
     }
-    command = [sys.executable, str(TESTS / "group" / script), str(out), *map(str, arguments)]
+    command = [sys.executable, str(TESTS / folder / script), str(out), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
         pytest.fail(f"{script} exits with {done.returncode}:\n{done.stderr[-4000:]}")

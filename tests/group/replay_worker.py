@@ -25,19 +25,19 @@ from trl import GRPOConfig
 SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 
 
-def build(case, out, world_size, group_size, **overrides):
-    """A trainer of a case: plain data parallelism without a `group_size`."""
+def prepare(case, out, world_size, **overrides):
+    """Arguments of a trainer of a case, and the settings of its configuration."""
     config = {"optim": "sgd", "learning_rate": 0.5, "per_device_train_batch_size": 2, "num_generations": 2, **case}
     evaluate = config.pop("evaluate", False)
     model_type = config.pop("model_type", "llama")
     dtype = getattr(torch, config.pop("dtype", "float64"))
-    prompts = (PROMPTS * 6)[: config.pop("prompts_per_rank", 12) * world_size]
+    prompts = (config.pop("prompts", PROMPTS) * 24)[: config.pop("prompts_per_rank", 12) * world_size]
     arguments = {
         "model": AutoModelForCausalLM.from_pretrained(out / model_type, dtype=dtype),
         "reward_funcs": token_reward,
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
         "processing_class": tiny_tokenizer(),
-        "rollout_func": Rollouts(environment=config.pop("environment", False)),
+        "rollout_func": Rollouts(config.pop("longest", 7), environment=config.pop("environment", False)),
         "peft_config": LoraConfig(r=2, init_lora_weights=False) if config.pop("lora", False) else None,
         **overrides,
     }
@@ -48,12 +48,18 @@ def build(case, out, world_size, group_size, **overrides):
     # Accelerate keeps the precision of a process's first run in a singleton and in the environment.
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    args = GRPOConfig(**settings(out / "run", ddp_timeout=60, **config))
     torch.manual_seed(1)
+    return arguments, settings(out / "run", ddp_timeout=60, **config)
+
+
+def build(case, out, world_size, group_size, **overrides):
+    """A trainer of a case: plain data parallelism without a `group_size`."""
+    arguments, config = prepare(case, out, world_size, **overrides)
+    arguments["args"] = GRPOConfig(**config)
     if group_size is None:
-        trainer = PlainTrainer(args=args, **arguments)
+        trainer = PlainTrainer(**arguments)
     else:
-        trainer = GroupedTrainer(args=args, group_size=group_size, **arguments)
+        trainer = GroupedTrainer(group_size=group_size, **arguments)
     assert trainer.accelerator.mixed_precision == ("bf16" if config.get("bf16") else "no")
     return trainer
 

@@ -1,10 +1,10 @@
 """Breaks the group machinery on purpose: evidence that the comparison with plain data parallelism can fail."""
 
 import pytest
+from comparison import assert_same_training
 from forked_ranks import run_script
 from mutation_worker import MUTATIONS
 from replay_cases import TOLERANCE
-from test_group_replay import assert_same_training
 
 
 @pytest.fixture(scope="module")

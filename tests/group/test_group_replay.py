@@ -4,12 +4,10 @@ import math
 from itertools import pairwise
 
 import pytest
-import torch
+from comparison import assert_same_training
 from forked_ranks import run_script
 from replay_cases import CASES, DEFAULT_CASES, TOLERANCE, TOLERANCES
 
-
-CLOCK = ("runtime", "per_second", "step_time", "total_flos")
 
 # World size, group sizes, cases. Each line is one start of processes.
 DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES), "4 ranks": (4, (2, 4), ["adaptive entropy", "reference"])}
@@ -44,38 +42,6 @@ PARAMETERS = [
     for name in names
     for size in sizes
 ]
-
-
-def assert_close(actual, expected, tolerance, what):
-    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
-    # The fp32 parts of TRL's loss round in units of the largest entries.
-    largest = expected.nan_to_num().abs().max().item()
-    message = lambda text: f"{what}: {text}"  # noqa: E731
-    torch.testing.assert_close(
-        actual, expected, rtol=tolerance[0], atol=tolerance[1] * (1 + largest), equal_nan=True, msg=message
-    )
-
-
-def assert_same_training(ours, plain, tolerance):
-    """Losses, gradients, every logged value and the final weights of one rank."""
-    assert_close(ours["losses"], plain["losses"], tolerance, "losses of microbatches")
-    assert len(ours["gradients"]) == len(plain["gradients"])
-    for step, (mine, theirs) in enumerate(zip(ours["gradients"], plain["gradients"], strict=True)):
-        assert mine.keys() == theirs.keys()
-        for name in theirs:
-            assert_close(mine[name], theirs[name], tolerance, f"gradient of {name} at step {step}")
-    assert len(ours["logs"]) == len(plain["logs"])
-    for mine, theirs in zip(ours["logs"], plain["logs"], strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            if not any(word in key for word in CLOCK):
-                unknown = value is None or math.isnan(value)
-                assert_close(
-                    math.nan if mine[key] is None else mine[key], math.nan if unknown else value, tolerance, key
-                )
-    for name, weight in plain["weights"].items():
-        assert_close(ours["weights"][name], weight, tolerance, name)
-    assert ours["reductions"] == plain["reductions"]
 
 
 @pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)

@@ -5,7 +5,7 @@ group computes the losses together, member by member, each member's microbatch s
 Knows nothing of TRL: a trainer passes callables in (see `grouped_loss.py`).
 """
 
-from .exchange import LossGroup, new_loss_group, parallel_mesh
+from .exchange import LossGroup, new_loss_group, parallel_mesh, require_same, warn_if_groups_cross_nodes
 from .header import Header, Phase, describe
 from .members import (
     MemberAccelerator,
@@ -34,6 +34,8 @@ __all__ = [
     "new_loss_group",
     "parallel_mesh",
     "report_as",
+    "require_same",
     "score_members",
     "score_together",
+    "warn_if_groups_cross_nodes",
 ]

@@ -98,25 +98,8 @@ class LossGroup:
         raise RuntimeError(f"Training stops on all ranks because of {'; '.join(lines)}") from failure
 
     def require_same(self, settings: dict[str, object]) -> None:
-        """
-        Checks once that all ranks of the run have the same settings.
-
-        Args:
-            settings (`dict[str, object]`):
-                This rank's, by name.
-
-        Raises:
-            ValueError: on all ranks alike, naming the first setting that differs and its values.
-        """
-        by_rank: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(self.world))]
-        dist.all_gather_object(by_rank, settings, group=self.world)
-        for name in by_rank[0]:
-            values = [theirs[name] for theirs in by_rank]
-            if any(value != values[0] for value in values):
-                raise ValueError(
-                    f"`{name}` differs between ranks: {values}, by rank. Ranks that compute losses together run the "
-                    "same schedule: start all of them with the same value."
-                )
+        """[`require_same`] among all ranks of the run."""
+        require_same(self.world, settings)
 
     def send_rows(self, tensors: dict[str, torch.Tensor], header: Header, member: int) -> dict[str, torch.Tensor]:
         """
@@ -163,6 +146,30 @@ class LossGroup:
         return _GatherShards.apply(values, positions, shape, self)
 
 
+def require_same(group: dist.ProcessGroup, settings: dict[str, object]) -> None:
+    """
+    Checks that all ranks of a process group have the same settings. Collective.
+
+    Args:
+        group (`dist.ProcessGroup`):
+            The ranks.
+        settings (`dict[str, object]`):
+            This rank's, by name.
+
+    Raises:
+        ValueError: on all ranks alike, naming the first setting that differs and its values.
+    """
+    by_rank: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(by_rank, settings, group=group)
+    for name in by_rank[0]:
+        values = [theirs[name] for theirs in by_rank]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"`{name}` differs between ranks: {values}, by rank. Ranks that compute losses together run the same "
+                "schedule: start all of them with the same value."
+            )
+
+
 def new_loss_group(
     size: int, device: torch.device, names: tuple[str, ...], timeout: timedelta | None = None
 ) -> LossGroup:
@@ -205,13 +212,19 @@ def parallel_mesh(
         ranks_per_node (`int`, *optional*):
             Warns if a context-parallel group would cross nodes of this many ranks.
     """
-    if ranks_per_node is not None and ranks_per_node % context:
+    if ranks_per_node is not None:
+        warn_if_groups_cross_nodes(context, ranks_per_node)
+    shape = (dist.get_world_size() // (pipeline * context), pipeline, context)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp", "cp"))
+
+
+def warn_if_groups_cross_nodes(context: int, ranks_per_node: int) -> None:
+    """Warns if a context-parallel group of neighbouring ranks would cross nodes of `ranks_per_node`."""
+    if ranks_per_node % context:
         logger.warning(
             f"`context_parallel_size={context}` does not divide the {ranks_per_node} processes of a node, so keys and "
             "values will travel between nodes in every layer. Choose a divisor."
         )
-    shape = (dist.get_world_size() // (pipeline * context), pipeline, context)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp", "cp"))
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
