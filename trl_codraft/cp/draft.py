@@ -4,7 +4,8 @@ The draft on a rank's share of a pack: the unroll, and the loss against teacher 
 Token ids and masks are known everywhere, so the embedding of a later token costs no message. The teacher's rows are
 hidden states: those that follow a segment are fetched once (`K` rows per segment), never logits.
 
-Shapes: `S` rows of the whole pack, `T` rows of this rank, `Th` halo rows of this rank, `K` TTT passes, `H` draft hidden
+Shapes: `B` rows of a microbatch of `P` + `C` columns, `S` rows of the whole pack, `T` rows of this rank, `Th` halo
+rows of this rank, `K` TTT passes, `H` draft hidden
 size, `Ht` policy hidden size, `n` taps, `Hq` / `Hkv` query / key-value heads, `D` head dim.
 """
 
@@ -15,6 +16,7 @@ import torch
 
 from ..modeling.losses import DraftLoss, TeacherSweep, fused_soft_cross_entropy
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
+from ..modeling.packing import first_roots
 from ..modeling.teacher import PolicyHead
 from .attention import GatheredKeys, gather_trunk, ring_attention
 from .layout import ContextLayout
@@ -217,6 +219,54 @@ class DraftBatchShard:
         """`(T,)` bool: rows whose target `x_{r+2+s}` lies in their document and is trained."""
         target = self.layout.rows + 2 + num_pass
         return (target <= self.layout.last_rows) & self.layout.shard(self.trained, offset=2 + num_pass)
+
+
+def shard_rows(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    trained_mask: torch.Tensor,
+    taps: Sequence[torch.Tensor],
+    last_hidden: torch.Tensor,
+    num_passes: int,
+    layout: ContextLayout,
+) -> DraftBatchShard:
+    """
+    What a microbatch leaves on this rank for its draft; [`~packing.pack_rows`] for a policy that ran on shards.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(S,)`):
+            Token ids of the pack.
+        attention_mask (`torch.Tensor` of shape `(B, P+C)`):
+            Nonzero where a token is no padding, in the microbatch that was packed.
+        trained_mask (`torch.Tensor` of shape `(B, P+C)`):
+            Nonzero where the draft learns to predict the token; padding never counts.
+        taps (`Sequence[torch.Tensor]` of shape `(1, T, Ht)`), last_hidden (`torch.Tensor` of shape `(1, T, Ht)`):
+            Hidden states of the forward on this rank's rows.
+        num_passes (`int`):
+            TTT passes `K`; decides which rows the later passes need.
+        layout ([`ContextLayout`]):
+            Of that forward. Documents after those of the microbatch are not trained on.
+
+    Returns:
+        [`DraftBatchShard`]
+    """
+    keep = attention_mask.bool()
+    trained = trained_mask.bool() & keep
+    stand_ins = layout.doc_lens[len(keep) :]
+    draft_layout = ContextLayout(
+        layout.doc_lens,
+        layout.segments,
+        layout.group,
+        first_valid_root=[*first_roots(trained, keep, num_passes).tolist(), *stand_ins],
+        device=layout.device,
+    )
+    return DraftBatchShard(
+        input_ids=input_ids,
+        trained=torch.nn.functional.pad(trained[keep], (0, sum(stand_ins))),
+        taps=torch.cat([tap[0] for tap in taps], dim=-1).detach(),
+        last_hidden=last_hidden[0].detach(),
+        layout=draft_layout,
+    )
 
 
 def sharded_draft_loss(

@@ -95,9 +95,7 @@ class ContextLayout:
         self.doc_starts = [0, *accumulate(self.doc_lens)][:-1]
         self._owned = self._owned_runs()
         own = self.segments[self.rank]
-        self.rows = self._tensor(
-            [range(self.doc_starts[p.doc] + p.start, self.doc_starts[p.doc] + p.end) for p in own]
-        )
+        self.rows = self.pack_rows(self.rank)
         self.position_ids = self._tensor([range(p.start, p.end) for p in own])
         self.last_rows = self._per_row([self.doc_starts[p.doc] + self.doc_lens[p.doc] - 1 for p in own])
         roots = self._per_row([self.first_valid_root[p.doc] for p in own])
@@ -156,6 +154,11 @@ class ContextLayout:
         return [end - start for _, start, end in self._queries(self.rank, num_pass > 0)]
 
     # The whole pack and this rank's share
+
+    def pack_rows(self, rank: int) -> torch.Tensor:
+        """`(rows_of[rank],)` rows in the pack of the rows that a rank stores, in storage order."""
+        starts = self.doc_starts
+        return self._tensor([range(starts[p.doc] + p.start, starts[p.doc] + p.end) for p in self.segments[rank]])
 
     def shard(self, values: torch.Tensor, offset: int = 0, fill: float | None = None) -> torch.Tensor:
         """

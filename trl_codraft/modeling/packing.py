@@ -192,7 +192,7 @@ def pack_rows(
             )
     keep = attention_mask.bool()
     trained = trained_mask.bool() & keep
-    first_root = _first_roots(trained, keep, num_passes)
+    first_root = first_roots(trained, keep, num_passes)
     doc_lens, roots = torch.stack((keep.sum(dim=1), first_root)).tolist()
     if sum(doc_lens) == 0:
         return None
@@ -205,8 +205,22 @@ def pack_rows(
     )
 
 
-def _first_roots(trained: torch.Tensor, keep: torch.Tensor, num_passes: int) -> torch.Tensor:
-    """(B,) position of each row's first root with a trained target in a pass after 0; the row's length if none."""
+def first_roots(trained: torch.Tensor, keep: torch.Tensor, num_passes: int) -> torch.Tensor:
+    """
+    Where later passes begin.
+
+    Args:
+        trained (`torch.BoolTensor` of shape `(B, S)`):
+            Tokens the draft is trained to predict.
+        keep (`torch.BoolTensor` of shape `(B, S)`):
+            Tokens that are no padding.
+        num_passes (`int`):
+            TTT passes `K`.
+
+    Returns:
+        `torch.LongTensor` of shape `(B,)`: position of each row's first root with a trained target in a pass after 0;
+        the row's length if it has none.
+    """
     doc_lens = keep.sum(dim=1)
     # A trained token at position t is the target of root t-2-s in pass s in 1..K-1. The earliest token that any such
     # root reaches (t >= 3) has the earliest root, at the start of the document if the deepest pass would go before it.

@@ -41,7 +41,7 @@ def unsupported_reason(
         `str` or `None`: what stands in the way and what to set instead, None if nothing does.
     """
     training = policy.training if training is None else training
-    for reason in (_architecture_reason(policy), _attention_reason(policy), _dropout_reason(policy, training)):
+    for reason in (_architecture_reason(policy), _attention_reason(policy), dropout_reason(policy, training)):
         if reason is not None:
             return reason
     return refused_reason(generation_config, **generate_kwargs)
@@ -138,7 +138,8 @@ def _attention_reason(policy: PreTrainedModel) -> str | None:
     return None
 
 
-def _dropout_reason(policy: PreTrainedModel, training: bool) -> str | None:
+def dropout_reason(policy: PreTrainedModel, training: bool) -> str | None:
+    """Which dropout makes the policy's forwards random, and what to set instead; `None` if nothing does."""
     if not training:
         return None
     active = next(

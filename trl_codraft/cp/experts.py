@@ -1,0 +1,68 @@
+"""
+The load-balancing loss of a mixture of experts when the tokens it is about lie on several ranks.
+
+With `C_e` assignments to expert `e` and `P_e` its summed routing probabilities over all layers and tokens, `N` of them,
+the loss is `E * sum_e (C_e / N) * (P_e / N)` (Switch Transformer, arXiv 2101.03961, equations 4 to 6; as
+`load_balancing_loss_func` of Transformers). It is linear in `P`, and `C` has no gradient: with the counts of the group,
+a rank's own `P` gives its share of the loss and of the gradient.
+
+Shapes: `T` rows of this rank, `E` experts, `k` experts per token.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@contextmanager
+def router_logits_of(backbone: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Router logits `(T, E)` of each layer of the backbone's forward inside, with their graph."""
+    layers: list[torch.Tensor] = []
+    handle = backbone.register_forward_hook(lambda _, args, output: layers.extend(output.router_logits))
+    try:
+        yield layers
+    finally:
+        handle.remove()
+
+
+def shared_load_balancing_loss(
+    router_logits: Sequence[torch.Tensor],
+    counted: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """
+    The load-balancing loss of the tokens of all ranks. Collective.
+
+    Args:
+        router_logits (`Sequence[torch.Tensor]` of shape `(T, E)`):
+            Of each layer with a router.
+        counted (`torch.BoolTensor` of shape `(T,)`):
+            Rows that count.
+        num_experts (`int`), top_k (`int`):
+            `E` and `k`.
+        group (`dist.ProcessGroup` or `None`):
+            The ranks; `None` for one process.
+
+    Returns:
+        `torch.Tensor` of shape `()`: the loss of all tokens, on every rank; its gradient is that of this rank's tokens.
+    """
+    assigned = router_logits[0].new_zeros(num_experts, dtype=torch.float32)
+    probabilities = assigned.clone()
+    for layer in router_logits:
+        weights = layer.softmax(dim=-1)
+        chosen = weights.topk(top_k, dim=-1).indices
+        assigned = assigned + torch.bincount(chosen[counted].flatten(), minlength=num_experts)
+        probabilities = probabilities + (weights.float() * counted.unsqueeze(-1)).sum(dim=0)
+    own_rows = assigned.new_full((1,), len(router_logits)) * counted.sum()
+    totals = torch.cat([assigned, probabilities.detach(), own_rows])
+    if group is not None:
+        dist.all_reduce(totals, group=group)
+    assigned, all_probabilities, rows = totals.split([num_experts, num_experts, 1])
+    weight = num_experts * assigned / rows / rows
+    share = (weight * probabilities).sum()
+    return share + ((weight * all_probabilities).sum() - share).detach()

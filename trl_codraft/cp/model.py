@@ -1,0 +1,235 @@
+"""
+A Hugging Face policy whose attention runs over shards: every attention layer of a forward on this rank's rows goes
+through [`ring_attention`].
+
+The layout of a forward travels through the policy as a keyword argument, down to the attention function. Gradient
+checkpointing, of either kind, keeps a layer's keyword arguments for the recomputation, so a recomputation always has
+the layout that its forward had, whatever ran in between. Which attention function a policy uses is a name in its
+configuration. It is changed only while a forward on shards runs, and, for recomputations, while an attention module
+runs that was handed a layout: rollouts, evaluation by `generate` and callbacks keep the user's implementation.
+
+Shapes: `T` rows of this rank, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys and values.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+
+from ..modeling.taps import decoder_of
+from .attention import ring_attention
+from .layout import ContextLayout
+from .rotary import decided_by_length, rotary_by_length
+
+
+# Name of the attention implementation, and of the keyword argument that a forward on shards is recognised by.
+IMPLEMENTATION = "context_parallel"
+KEYWORD = "context_parallel"
+
+
+class ShardForward:
+    """
+    One forward of a policy on this rank's rows.
+
+    Args:
+        policy ([`RoutedPolicy`]):
+            The policy that runs.
+        layout ([`ContextLayout`]):
+            Whose rows they are.
+
+    Attributes:
+        attended (`list[nn.Module]`): modules whose attention came by, in order.
+    """
+
+    def __init__(self, policy: "RoutedPolicy", layout: ContextLayout):
+        self.policy, self.layout = policy, layout
+        # Longer than every document: nothing is hidden, and the ring sends less than a halo of everything.
+        self.longest = max(layout.doc_lens, default=0)
+        self.attended: list[nn.Module] = []
+
+
+class RoutedPolicy:
+    """
+    A causal language model that can run on shards.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The model, possibly with PEFT adapters injected (the base model, not the `PeftModel`).
+
+    Raises:
+        ValueError: if it has no decoder with a list of layers.
+    """
+
+    def __init__(self, policy: PreTrainedModel):
+        self.policy = policy
+        self.layers = decoder_of(policy).layers
+        # Parents first: setting the name on a configuration sets it on those inside.
+        configs = [
+            module.config for module in policy.modules() if isinstance(vars(module).get("config"), PretrainedConfig)
+        ]
+        self._configs = list({id(config): config for config in configs}.values())
+        self._rotary = rotary_by_length(policy)
+        self._followed: set[nn.Module] = set()
+
+    @contextmanager
+    def forward_on(self, layout: ContextLayout, padded_length: int) -> Iterator[dict[str, ShardForward]]:
+        """
+        Routes the one forward that runs inside the context.
+
+        Args:
+            layout ([`ContextLayout`]):
+                Whose rows are passed to it.
+            padded_length (`int`):
+                Columns of the microbatch with padding: what rotary embeddings that follow the length go by.
+
+        Returns:
+            `Iterator[dict[str, ShardForward]]`: a keyword argument for the forward.
+
+        Raises:
+            ValueError: on leaving, if a layer did not attend through [`ring_attention`].
+        """
+        forward = ShardForward(self, layout)
+        with ExitStack() as stack:
+            for config in self._configs:
+                stack.enter_context(_implementation_set(config))
+            stack.enter_context(decided_by_length(self._rotary, padded_length))
+            yield {KEYWORD: forward}
+        self._require_every_layer(forward)
+
+    def follow(self, module: nn.Module) -> None:
+        """Routes a module's later calls by themselves, when recomputation calls it outside [`forward_on`]."""
+        if module in self._followed:
+            return
+        self._followed.add(module)
+        entered: list[ExitStack] = []
+
+        def enter(_, args, kwargs):
+            if kwargs.get(KEYWORD) is not None:
+                entered.append(ExitStack())
+                entered[-1].enter_context(_implementation_set(module.config))
+
+        def leave(_, args, kwargs, output):
+            # The first call had begun when these hooks were added.
+            if kwargs.get(KEYWORD) is not None and entered:
+                entered.pop().close()
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def _require_every_layer(self, forward: ShardForward) -> None:
+        attended = set(forward.attended)
+        silent = [index for index, layer in enumerate(self.layers) if attended.isdisjoint(layer.modules())]
+        if silent:
+            kinds = ", ".join(sorted({type(self.layers[index]).__name__ for index in silent}))
+            raise ValueError(
+                f"Layers {silent} ({kinds}) of {type(self.policy).__name__} do not attend through Transformers' "
+                "attention interface, or do not hand its keyword arguments on, so they would see this rank's tokens "
+                "only. Set `context_parallel_size=1`."
+            )
+
+
+@contextmanager
+def _implementation_set(config: PretrainedConfig) -> Iterator[None]:
+    before = config._attn_implementation
+    config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def sharded_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    context_parallel: ShardForward | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """
+    [`ring_attention`] as an attention function of Transformers.
+
+    Args:
+        module (`nn.Module`):
+            The attention module.
+        query (`torch.Tensor` of shape `(1, Hq, T, D)`), key (`torch.Tensor` of shape `(1, Hkv, T, D)`), value
+        (`torch.Tensor` of shape `(1, Hkv, T, Dv)`):
+            This rank's rows.
+        attention_mask (`None`):
+            The layout is the mask.
+        scaling, sliding_window, s_aux:
+            `scale`, `window` and `sinks` of [`ring_attention`].
+        dropout, softcap, is_causal:
+            Only zero, none and causal.
+        context_parallel ([`ShardForward`]):
+            The forward this call is part of.
+
+    Returns:
+        `tuple`: output `(1, T, Hq, Dv)` and `None` for the probabilities.
+
+    Raises:
+        ValueError: naming what cannot be honoured.
+    """
+    name = type(module).__name__
+    if context_parallel is None:
+        raise ValueError(
+            f"{name} was called without the layout of context parallelism: the policy does not hand keyword arguments "
+            "on to its attention. Set `context_parallel_size=1`."
+        )
+    for unsupported, what in (
+        (attention_mask is not None, "a mask of its own"),
+        (dropout, "attention dropout (set `attention_dropout=0.0`)"),
+        (softcap, "softcapped scores"),
+        (is_causal is False, "attention to later tokens"),
+        (query.shape[0] != 1 or query.shape[2] != context_parallel.layout.num_rows, "rows other than the shard's"),
+        (key.shape[2] != query.shape[2], "keys that are no rows of the shard"),
+    ):
+        if unsupported:
+            raise ValueError(
+                f"{name} asks for {what}, which context parallelism cannot do. Set `context_parallel_size=1`."
+            )
+    context_parallel.attended.append(module)
+    context_parallel.policy.follow(module)
+    if torch.is_autocast_enabled(query.device.type):
+        # As every matmul under autocast.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    window = None if sliding_window is None or sliding_window >= context_parallel.longest else sliding_window
+    out = ring_attention(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+        context_parallel.layout,
+        window=window,
+        sinks=s_aux,
+        scale=scaling,
+    )
+    return out.unsqueeze(0), None
+
+
+def no_mask(*, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs) -> None:
+    """
+    The mask of a forward on shards: none, because the layout says what is seen.
+
+    Raises:
+        ValueError: if the policy wants padding or a mask other than causal or a window.
+    """
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError("A shard has no padding, but a mask with padding was passed to the policy's forward.")
+    if use_vmap:
+        raise ValueError(
+            "The policy adds a mask of its own to the causal one (such as blocks of image tokens), which context "
+            "parallelism cannot do. Set `context_parallel_size=1`."
+        )
+
+
+AttentionInterface.register(IMPLEMENTATION, sharded_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, no_mask)

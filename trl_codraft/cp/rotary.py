@@ -1,0 +1,112 @@
+"""
+Rotary embeddings that follow the length of a batch (`dynamic`, `longrope`): on a shard the length that decides is that
+of the whole microbatch with its padding, as in a forward without context parallelism.
+
+Shapes: `T` rows of this rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from ..modeling.taps import decoder_of
+
+
+def rope_types(module: nn.Module) -> set[str]:
+    """Types of rotary embedding that a module computes; empty for other modules."""
+    declared = vars(module).get("rope_type")
+    return set(declared.values()) if isinstance(declared, dict) else {declared} - {None}
+
+
+def follows_length(module: nn.Module) -> bool:
+    """Whether the frequencies of a module depend on the length of the batch."""
+    return any("dynamic" in kind or kind == "longrope" for kind in rope_types(module))
+
+
+def rotary_by_length(policy: nn.Module) -> list[nn.Module]:
+    """
+    The modules of a policy whose frequencies depend on the length of the batch.
+
+    Raises:
+        ValueError: if a layer has one of its own: gradient checkpointing would compute it again, later.
+    """
+    inside = [module for module in decoder_of(policy).layers.modules() if follows_length(module)]
+    if inside:
+        raise ValueError(
+            f"Layers of {type(policy).__name__} have rotary embeddings of type {sorted(rope_types(inside[0]))} of "
+            "their own, which context parallelism cannot follow. Set `context_parallel_size=1`."
+        )
+    return [module for module in policy.modules() if follows_length(module)]
+
+
+@contextmanager
+def decided_by_length(modules: list[nn.Module], length: int) -> Iterator[None]:
+    """
+    Modules called inside compute rotary embeddings as for a batch of `length` columns, whatever came before;
+    afterwards they are as they were.
+
+    Args:
+        modules (`list[nn.Module]`):
+            Of [`rotary_by_length`].
+        length (`int`):
+            Columns of the microbatch, padding included.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_as_for(module, length))
+        yield
+
+
+@contextmanager
+def _as_for(module: nn.Module, length: int) -> Iterator[None]:
+    """One more position, the last of the microbatch, goes in, and its embedding is dropped from what comes out."""
+
+    def lengthen(_, args, kwargs):
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": _with_last(kwargs["position_ids"], length)}
+        hidden, position_ids, *rest = args
+        return (hidden, _with_last(position_ids, length), *rest), kwargs
+
+    def shorten(_, args, output):
+        return tuple(part[:, :-1] for part in output) if isinstance(output, tuple) else output[:, :-1]
+
+    with _fresh_state(module):
+        handles = [
+            module.register_forward_pre_hook(lengthen, with_kwargs=True),
+            module.register_forward_hook(shorten),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _with_last(position_ids: torch.Tensor, length: int) -> torch.Tensor:
+    last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+    return torch.cat([position_ids, last], dim=-1)
+
+
+@contextmanager
+def _fresh_state(module: nn.Module) -> Iterator[None]:
+    """`dynamic` remembers the longest batch so far; inside it has seen none, outside it is as it was."""
+    cached = _longest_seen(module)
+    frequencies = {name: value for name, value in module._buffers.items() if name.endswith("inv_freq")}
+    for name in cached:
+        setattr(module, name, module.original_max_seq_len)
+    for name in frequencies:
+        prefix = name.removesuffix("inv_freq").removesuffix("original_")
+        module._buffers[name] = frequencies[f"{prefix}original_inv_freq"].clone()
+    try:
+        yield
+    finally:
+        for name in _longest_seen(module).keys() - cached.keys():
+            delattr(module, name)
+        vars(module).update(cached)
+        module._buffers.update(frequencies)
+
+
+def _longest_seen(module: nn.Module) -> dict[str, object]:
+    return {name: value for name, value in vars(module).items() if name.endswith("max_seq_len_cached")}
