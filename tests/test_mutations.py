@@ -60,7 +60,9 @@ def fails(check, *args, **kwargs):
 
 
 def test_rope_offset_dropped(mutate):
-    mutate(modeling_eagle3.Eagle3DraftModel, "unroll", "layout.position_ids[rows] + num_pass", "layout.position_ids[rows]")
+    mutate(
+        modeling_eagle3.Eagle3DraftModel, "unroll", "layout.position_ids[rows] + num_pass", "layout.position_ids[rows]"
+    )
     assert fails(test_draft_model.test_unroll_equals_dense_reference_with_all_gradients, {})
     assert fails(test_draft_model.test_unroll_equals_step_by_step_decoding, {}, torch.float64)
 

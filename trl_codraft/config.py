@@ -1,7 +1,9 @@
 """Configuration of [`CoDraftGRPOTrainer`]: the fields of `GRPOConfig`, plus those of the draft."""
 
+import os
 from dataclasses import MISSING, dataclass, field, fields
 
+from accelerate import ParallelismConfig
 from transformers import SchedulerType
 from trl import GRPOConfig
 
@@ -79,14 +81,21 @@ class CoDraftGRPOConfig(GRPOConfig):
             and measured time. Both sample from the policy's exact distribution; `"auto"` is not reproducible sample
             by sample.
 
-        > Parameters that control parallelism (not available yet: leave them at their defaults)
+        > Parameters that control context parallelism
 
         context_parallel_size (`int`, *optional*, defaults to `1`):
-            Number of ranks that split the tokens of a microbatch.
+            Number of ranks that split the tokens of a microbatch. Divides the number of processes, whose batches,
+            losses and metrics stay those of plain data parallelism. The `cp_size` of an Accelerate
+            `ParallelismConfig` is taken for it.
         context_parallel_layout (`str`, *optional*, defaults to `"hybrid"`):
-            How documents are split: `"document"` or `"hybrid"`.
+            How rows are split. `"document"`: every row over all ranks. `"hybrid"`: long rows over all ranks, short ones
+            whole on one.
         context_parallel_trunk (`str`, *optional*, defaults to `"ring"`):
-            How trunk keys and values travel: `"ring"` or `"gather_once"`.
+            How the keys and values of the draft's first pass reach its later ones: `"ring"`, they travel in every
+            pass, or `"gather_once"`, they travel once and are held.
+
+        > Parameters that control pipeline parallelism (not available yet: leave them at their defaults)
+
         pipeline_parallel_size (`int`, *optional*, defaults to `1`):
             Number of ranks that split the layers of the policy.
         pipeline_schedule (`str`, *optional*, defaults to `"1F1B"`):
@@ -172,13 +181,15 @@ class CoDraftGRPOConfig(GRPOConfig):
 
     # Parameters that control parallelism
     context_parallel_size: int = field(
-        default=1, metadata={"help": "Ranks that split the tokens of a microbatch. Not available yet."}
+        default=1, metadata={"help": "Ranks that split the tokens of a microbatch; divides the number of processes."}
     )
     context_parallel_layout: str = field(
-        default="hybrid", metadata={"help": "How documents are split: 'document' or 'hybrid'. Not available yet."}
+        default="hybrid",
+        metadata={"help": "How rows are split: 'document' (every row over all ranks) or 'hybrid' (long rows only)."},
     )
     context_parallel_trunk: str = field(
-        default="ring", metadata={"help": "How trunk K/V travel: 'ring' or 'gather_once'. Not available yet."}
+        default="ring",
+        metadata={"help": "How keys reach the draft's later passes: 'ring' (each time) or 'gather_once' (held)."},
     )
     pipeline_parallel_size: int = field(
         default=1, metadata={"help": "Ranks that split the layers of the policy. Not available yet."}
@@ -192,6 +203,7 @@ class CoDraftGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._take_over_context_parallelism()
         super().__post_init__()
         self._validate_draft()
 
@@ -221,8 +233,15 @@ class CoDraftGRPOConfig(GRPOConfig):
     def _validate_draft(self) -> None:
         """Checks the draft's fields once and normalises `speculative_rollouts` and `num_draft_tokens`."""
         self._refuse_parallelism()
+        for name, choices in (
+            ("context_parallel_layout", ("document", "hybrid")),
+            ("context_parallel_trunk", ("ring", "gather_once")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
         self._normalise_rollout_fields()
         for name, smallest in (
+            ("context_parallel_size", 1),
             ("draft_num_hidden_layers", 1),
             ("draft_ttt_steps", 1),
             ("draft_loss_chunk_size", 1),
@@ -270,11 +289,38 @@ class CoDraftGRPOConfig(GRPOConfig):
     def _rolls_out_plain(self) -> bool:
         return self.speculative_rollouts == "false"
 
+    def _take_over_context_parallelism(self) -> None:
+        """Takes `cp_size` out of Accelerate's configuration, whose context parallelism does not know padding."""
+        given = self.parallelism_config
+        if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+            given = ParallelismConfig()
+        if given is None or given.cp_size == 1:
+            return
+        if self.context_parallel_size not in (1, given.cp_size):
+            raise ValueError(
+                f"`context_parallel_size={self.context_parallel_size}`, but `cp_size={given.cp_size}` in Accelerate's "
+                "`ParallelismConfig`. Set one of them, or both to the same value."
+            )
+        if given.tp_size > 1:
+            raise ValueError(
+                f"`cp_size={given.cp_size}` with `tp_size={given.tp_size}` in Accelerate's `ParallelismConfig`: context "
+                "parallelism does not split the layers of a tensor-parallel policy. Set `tp_size=1`."
+            )
+        self.context_parallel_size = given.cp_size
+        # To Accelerate, the ranks that share a microbatch are data-parallel. Sharding over all of them is its default.
+        self.parallelism_config = None
+        if given.dp_replicate_size > 1:
+            self.parallelism_config = ParallelismConfig(
+                dp_replicate_size=given.dp_replicate_size,
+                dp_shard_size=given.dp_shard_size * given.cp_size,
+                tp_size=1,
+                cp_size=1,
+                sp_size=given.sp_size,
+            )
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+
     def _refuse_parallelism(self) -> None:
         for name, default in (
-            ("context_parallel_size", 1),
-            ("context_parallel_layout", "hybrid"),
-            ("context_parallel_trunk", "ring"),
             ("pipeline_parallel_size", 1),
             ("pipeline_schedule", "1F1B"),
             ("layers_per_stage", None),
@@ -282,6 +328,6 @@ class CoDraftGRPOConfig(GRPOConfig):
         ):
             if getattr(self, name) != default:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` is not available yet: context and pipeline parallelism are "
-                    f"still being built. Leave it at {default!r}."
+                    f"`{name}={getattr(self, name)!r}` is not available yet: pipeline parallelism is still being "
+                    f"built. Leave it at {default!r}."
                 )

@@ -22,7 +22,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
 from .building import build_draft, draft_training_arguments, head_dtype
@@ -34,9 +34,12 @@ from .compatibility import (
     warn_about_settings,
 )
 from .config import CoDraftGRPOConfig
+from .context_group import draft_loss_on, join_context_group, require_divisible_world
+from .cp.draft import DraftBatchShard, shard_rows
 from .draft_checkpoints import DraftCheckpoints
+from .grouped_loss import GroupedLoss
 from .modeling.modeling_eagle3 import Eagle3DraftModel
-from .modeling.packing import pack_rows
+from .modeling.packing import DraftBatch, pack_rows
 from .modeling.taps import TapRecorder
 from .modeling.teacher import PolicyHead
 from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
@@ -48,7 +51,7 @@ from .training import DraftTrainer
 logger = logging.get_logger(__name__)
 
 
-class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
+class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
     """
     Trainer for Group Relative Policy Optimization (GRPO) that co-trains an EAGLE-3 draft and rolls out with it.
 
@@ -116,6 +119,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = CoDraftGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
         args = CoDraftGRPOConfig.from_grpo_config(args)
+        require_divisible_world(args)
         if draft_model is not None and args.draft_model_name_or_path is not None:
             raise ValueError("Both `draft_model` and `draft_model_name_or_path` are set. Keep one of them.")
         if draft_model is not None and not args.use_draft:
@@ -143,6 +147,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
         self.draft_pretraining_log: list[dict[str, float]] = []
         if args.use_draft:
             self._init_draft(draft_model or args.draft_model_name_or_path)
+        if args.context_parallel_size > 1:
+            join_context_group(self)
 
     # Building the draft
 
@@ -154,7 +160,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
         with preserved_random_state():
             self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
         self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
-        self._draft_batch = None
+        # One per microbatch that this rank ran a part of since the draft last learned.
+        self._draft_batches: list[DraftBatch | DraftBatchShard | None] = []
         self._draft_checkpoint: str | None = None
         self._decoder = SpeculativeDecoder(
             policy, self.draft_model, num_draft_tokens=self.args.num_draft_tokens, recorder=self.recorder
@@ -199,7 +206,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
                 if self.args.draft_pretrain_steps and not resumes:
                     pretrain_draft(self, self.args.draft_pretrain_steps, source)
         else:
-            self._draft_batch, self._draft_seconds = None, 0.0
+            self._draft_batches, self._draft_seconds = [], 0.0
             self.draft_trainer.restart(self.state.max_steps)
         self._reset_rollout_tally()
         if self._draft_checkpoint is not None:
@@ -220,14 +227,18 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
         trained = completion_mask * inputs["tool_mask"] if "tool_mask" in inputs else completion_mask
         prompt_mask = inputs["prompt_mask"]
         trained_prompt = prompt_mask if self.args.draft_train_on_prompt else torch.zeros_like(prompt_mask)
-        self._draft_batch = pack_rows(
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        rows = (
             torch.cat([prompt_mask, completion_mask], dim=1),
             torch.cat([trained_prompt, trained], dim=1).bool(),
             record.taps,
             record.last_hidden,
             self.args.draft_ttt_steps,
         )
+        if self.loss_group is None:
+            batch = pack_rows(torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1), *rows)
+        else:
+            batch = shard_rows(self.sharding.packed.input_ids, *rows, self.sharding.packed.layout)
+        self._draft_batches.append(batch)
         return loss
 
     def training_step(self, model, inputs, num_items_in_batch):
@@ -237,10 +248,11 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GRPOTrainer):
         return loss
 
     def _train_draft(self) -> None:
-        """One microbatch of the draft, after the policy's backward of it; an update at the end of the window."""
+        """The draft's part of a micro-step, after the policy's backward; an update at the end of the window."""
         start = time.perf_counter()
-        batch, self._draft_batch = self._draft_batch, None
-        self.draft_trainer.accumulate(batch)
+        batches, self._draft_batches = self._draft_batches, []
+        for batch in batches:
+            self.draft_trainer.accumulate(batch, draft_loss_on(self))
         self._draft_seconds += time.perf_counter() - start
         if not self.accelerator.sync_gradients:
             return

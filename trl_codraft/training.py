@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from .modeling.losses import PASS_COUNTERS, SCALAR_COUNTERS, draft_loss, zero_counters
+from .modeling.losses import PASS_COUNTERS, SCALAR_COUNTERS, DraftLoss, draft_loss, zero_counters
 from .modeling.modeling_eagle3 import Eagle3DraftModel
-from .modeling.packing import DraftBatch
 from .modeling.teacher import PolicyHead
 
 
@@ -198,21 +198,23 @@ class DraftTrainer:
         finally:
             self._pretraining = False
 
-    def accumulate(self, batch: DraftBatch | None) -> None:
+    def accumulate(self, batch: Any, loss_function: Callable[..., DraftLoss] = draft_loss) -> None:
         """
         Adds the gradient sums and counters of one microbatch.
 
         Args:
-            batch ([`DraftBatch`], *optional*):
+            batch ([`DraftBatch`] or what `loss_function` takes, *optional*):
                 The packed microbatch, or None if this rank has nothing. A sharded policy head is gathered either way,
                 so ranks stay in step.
+            loss_function (`Callable`, *optional*, defaults to [`~losses.draft_loss`]):
+                Computes the loss of this rank's part of the batch; called like [`~losses.draft_loss`].
         """
         if self._flat is None:
             self._allocate_gradients()
         with self.head.gathered(), torch.set_grad_enabled(bool(self.parameters)):
             if batch is None:
                 return
-            loss = draft_loss(
+            loss = loss_function(
                 self.draft,
                 self.head,
                 batch,

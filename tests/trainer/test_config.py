@@ -1,9 +1,11 @@
 """Every draft field through `TrlParser`, and the refusals of the configuration."""
 
+import os
 from dataclasses import fields
 
 import pytest
 import yaml
+from accelerate import ParallelismConfig
 from grpo_runs import settings
 from trl import GRPOConfig, TrlParser
 
@@ -35,9 +37,9 @@ VALUES = {
     "draft_pretrain_steps": ("5", 5, 5),
     "speculative_rollouts": ("true", True, "true"),
     "num_draft_tokens": ("3", 3, 3),
-    "context_parallel_size": ("1", 1, 1),
-    "context_parallel_layout": ("hybrid", "hybrid", "hybrid"),
-    "context_parallel_trunk": ("ring", "ring", "ring"),
+    "context_parallel_size": ("2", 2, 2),
+    "context_parallel_layout": ("document", "document", "document"),
+    "context_parallel_trunk": ("gather_once", "gather_once", "gather_once"),
     "pipeline_parallel_size": ("1", 1, 1),
     "pipeline_schedule": ("1F1B", "1F1B", "1F1B"),
     "layers_per_stage": (None, None, None),
@@ -103,9 +105,14 @@ def test_plain_grpo_config_gets_the_drafts_defaults_without_a_second_post_init(t
         ({"draft_teacher_temperature": 0.0}, "`draft_teacher_temperature` must be positive"),
         ({"draft_lr_scheduler_type": "zigzag"}, "must be one of"),
         ({"full_determinism": True}, "Set `num_draft_tokens` to an integer"),
-        ({"context_parallel_size": 2}, "`context_parallel_size=2` is not available yet"),
-        ({"context_parallel_layout": "document"}, "`context_parallel_layout='document'` is not available yet"),
-        ({"context_parallel_trunk": "gather_once"}, "`context_parallel_trunk='gather_once'` is not available yet"),
+        ({"context_parallel_size": 0}, "`context_parallel_size` must be at least 1"),
+        ({"context_parallel_layout": "pack"}, r"`context_parallel_layout` must be one of \('document', 'hybrid'\)"),
+        ({"context_parallel_trunk": "once"}, r"`context_parallel_trunk` must be one of \('ring', 'gather_once'\)"),
+        (
+            {"context_parallel_size": 4, "parallelism_config": ParallelismConfig(cp_size=2)},
+            "`context_parallel_size=4`, but `cp_size=2`",
+        ),
+        ({"parallelism_config": ParallelismConfig(cp_size=2, tp_size=2)}, "Set `tp_size=1`"),
         ({"pipeline_parallel_size": 2}, "`pipeline_parallel_size=2` is not available yet"),
         ({"pipeline_schedule": "GPipe"}, "`pipeline_schedule='GPipe'` is not available yet"),
         ({"layers_per_stage": [2, 2]}, r"`layers_per_stage=\[2, 2\]` is not available yet"),
@@ -115,3 +122,32 @@ def test_plain_grpo_config_gets_the_drafts_defaults_without_a_second_post_init(t
 def test_refused_value(overrides, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         CoDraftGRPOConfig(**settings(tmp_path, **overrides))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_context_parallelism_of_accelerate_is_taken_over_and_not_passed_on(size, tmp_path):
+    given = ParallelismConfig(cp_size=2)
+    config = CoDraftGRPOConfig(**settings(tmp_path, context_parallel_size=size, parallelism_config=given))
+    assert config.context_parallel_size == 2
+    assert config.parallelism_config is None
+
+
+def test_replicas_of_accelerate_stay_and_shards_grow_by_the_ranks_of_a_group(tmp_path):
+    given = ParallelismConfig(cp_size=2, dp_replicate_size=3, dp_shard_size=4)
+    config = CoDraftGRPOConfig(**settings(tmp_path, parallelism_config=given)).parallelism_config
+    assert (config.cp_size, config.dp_replicate_size, config.dp_shard_size) == (1, 3, 8)
+
+
+def test_context_parallelism_that_accelerate_launch_sets_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    config = CoDraftGRPOConfig(**settings(tmp_path))
+    assert config.context_parallel_size == 2
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+
+
+def test_parallelism_without_context_is_passed_on(tmp_path):
+    given = ParallelismConfig(dp_shard_size=2)
+    config = CoDraftGRPOConfig(**settings(tmp_path, parallelism_config=given))
+    assert config.parallelism_config is given
+    assert config.context_parallel_size == 1

@@ -1,0 +1,84 @@
+"""
+The trainer under context parallelism equals plain data parallelism with the same number of processes: losses and
+gradients of policy and draft, every logged metric, and the weights, on replayed rollouts.
+"""
+
+import pytest
+import torch
+from cp.trainer_cases import CASES, DEFAULT_CASES, TOLERANCE, TOLERANCES
+from group.comparison import assert_close, assert_same_training
+from group.forked_ranks import run_script
+
+
+# World size, ranks per microbatch, cases. Each line is one start of processes.
+DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES)}
+SLOW_RUNS = {
+    "2 ranks, every case": (2, (2,), list(CASES)),
+    "4 ranks, every case": (4, (2, 4), list(CASES)),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What the ranks of a line saw, started when it is first asked for."""
+    seen = {}
+
+    def ranks_of(line):
+        if line not in seen:
+            world_size, sizes, names = {**DEFAULT_RUNS, **SLOW_RUNS}[line]
+            sizes = ",".join(map(str, sizes))
+            out, timeout = tmp_path_factory.mktemp("cp"), 280 if line in DEFAULT_RUNS else 1500
+            seen[line] = run_script("trainer_worker.py", out, world_size, sizes, *names, timeout=timeout, folder="cp")
+        return seen[line]
+
+    return ranks_of
+
+
+PARAMETERS = [
+    pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-{size} to a microbatch")
+    for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow, pytest.mark.timeout(1600)), SLOW_RUNS))
+    for line, (_, sizes, names) in lines.items()
+    for name in names
+    for size in sizes
+]
+
+
+def assert_same_run(ours, plain, tolerance):
+    """Policy and draft."""
+    assert_same_training(ours, plain, tolerance)
+    gradients, expected = ours.get("draft gradients", []), plain.get("draft gradients", [])
+    assert len(gradients) == len(expected)
+    for step, (mine, theirs) in enumerate(zip(gradients, expected, strict=True)):
+        assert_close(mine, theirs, tolerance, f"gradients and counters of the draft at step {step}")
+
+
+@pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)
+def test_context_parallelism_changes_no_loss_gradient_metric_or_weight(runs, line, name, size):
+    for rank in runs(line):
+        assert_same_run(rank[name][size], rank[name][1], TOLERANCES.get(name, TOLERANCE))
+
+
+def test_tokens_are_split_and_some_shards_are_empty(runs):
+    """Rows run by this rank, those of the microbatch among them, and how many of each rank travel."""
+    ranks = runs("2 ranks")
+    by_case = {name: [rank[name][2]["shards"] for rank in ranks] for name in DEFAULT_CASES}
+    assert any(sum(split) for shards in by_case.values() for step in shards[0] for split in [step[2]])
+    empty = [step for shards in by_case["short rows"] for step in shards if step[1] == 0]
+    assert empty
+    assert all(num_rows == 1 for num_rows, *_ in empty)
+    for name, (first, second) in by_case.items():
+        assert len(first) == len(second), name
+        # Two microbatches at every micro-step, each split over both ranks.
+        assert len(first) == 2 * len(ranks[0][name][2]["losses"]), name
+
+
+def test_draft_learns_on_every_rank_alike(runs):
+    first, second = runs("2 ranks")
+    for name in DEFAULT_CASES:
+        weights = {key for key in first[name][2]["weights"] if key.startswith("draft.")}
+        assert weights
+        for key in weights:
+            assert torch.equal(first[name][2]["weights"][key], second[name][2]["weights"][key])
+    steps = [entry["draft/loss"] for entry in first["dapo"][2]["logs"] if "draft/loss" in entry]
+    assert len(steps) == 3
+    assert steps[-1] < steps[0]

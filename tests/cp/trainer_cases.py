@@ -1,0 +1,53 @@
+"""Runs that context parallelism must reproduce: arguments of the trainer on top of those of `settings`."""
+
+from group.replay_cases import CASES as REPLAY_CASES
+from group.replay_cases import OLD_LOG_PROBS
+
+
+CASES = {
+    **REPLAY_CASES,
+    "whole rows travel": {"context_parallel_layout": "document", "context_parallel_trunk": "gather_once"},
+    "no draft": {"use_draft": False, "beta": 0.1},
+    "frozen draft": {"draft_train": False},
+    "prompts trained": {"draft_train_on_prompt": True, "draft_detach_passes": True},
+    "reduced vocabulary": {"draft_vocab_size": 48},
+    # Microbatches of one row: a prompt of one token, and at most two of completion that count. Rows are shorter than
+    # 2c, and shards without a token occur.
+    "short rows": {
+        "prompts": ["x", "y"],
+        "longest": 3,
+        "max_completion_length": 2,
+        "mask_truncated_completions": True,
+        "per_device_train_batch_size": 1,
+    },
+    # Every completion of some ranks is masked, so that neither loss nor draft has a token there.
+    "untrained rank": {"mask_truncated_completions": True, "max_completion_length": 2, "longest": 6},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "checkpointed experts": {
+        "model_type": "mixtral",
+        "dtype": "float32",
+        "gradient_checkpointing": True,
+        "num_iterations": 2,
+    },
+    "window": {"model_type": "mistral", **OLD_LOG_PROBS},
+    "longrope": {"model_type": "phi3"},
+    # The longest batch so far decides in plain runs too: of the same length here, as after rollouts of the policy.
+    "dynamic": {"model_type": "dynamic", "pad_to_multiple_of": 32},
+    "checkpointed lora": {"lora": True, "beta": 0.1, "gradient_checkpointing": True},
+}
+
+# Enough to notice each part that could be missing; the others are marked slow.
+DEFAULT_CASES = [
+    "dapo",
+    "evaluation",
+    "short rows",
+    "checkpointed experts",
+    "checkpointed lora",
+]
+
+# As for groups without sharded attention; transformers' experts have no fp64 kernel.
+TOLERANCE = (1e-5, 2e-7)
+TOLERANCES = {"experts": (1e-5, 5e-7), "checkpointed experts": (1e-5, 5e-7), "bf16": (3e-2, 1e-2)}

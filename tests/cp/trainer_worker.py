@@ -1,0 +1,115 @@
+"""
+Ranks of `test_cp_trainer.py`: `python trainer_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case without context
+parallelism and with each of the sizes (`2,4`), and saves what each rank saw.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from cp.trainer_cases import CASES
+from forked_ranks import fork_ranks
+from replay import Observed
+from replay_worker import SIZES, prepare
+from tiny import tiny_policy
+from transformers.utils import logging
+
+from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
+
+
+DRAFT = {"draft_ttt_steps": 3, "draft_learning_rate": 0.1, "draft_warmup_steps": 0, "draft_max_grad_norm": 100.0}
+
+POLICIES = {
+    "llama": {},
+    "mixtral": {},
+    "mistral": {"sliding_window": 3},
+    "dynamic": {
+        "model_type": "llama",
+        "max_position_embeddings": 8,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    },
+    "phi3": {
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 12,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 12,
+            "factor": 4.0,
+        },
+    },
+}
+
+
+class ShardedTrainer(Observed, CoDraftGRPOTrainer):
+    """Keeps the draft's summed gradients too, whose optimizer is SGD: Adam makes full steps of rounding."""
+
+    def _start_draft(self):
+        super()._start_draft()
+        self.draft_trainer.optimizer = torch.optim.SGD(self.draft_trainer.parameters, lr=1.0)
+
+    def _sum_over_ranks(self, tensor):
+        total = super()._sum_over_ranks(tensor)
+        if self.draft_trainer is not None and tensor is self.draft_trainer._flat:
+            self.seen.setdefault("draft gradients", []).append(total.clone())
+        return total
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if self.loss_group is not None and self.model.training:
+            layout = self.sharding.packed.layout
+            shards = self.seen.setdefault("shards", [])
+            shards.append(
+                [layout.num_rows, sum(layout.rows < self.sharding.packed.num_tokens).item(), layout.split_rows]
+            )
+        return loss
+
+
+def build(case, out, world_size, size):
+    """A trainer of a case, `size` ranks to a microbatch."""
+    case = dict(case)
+    arguments, config = prepare(case, out, world_size)
+    draft_model = None
+    if config.get("use_draft", True):
+        config |= {**DRAFT, **config}
+        shape = {"tap_layers": [0, 2], "draft_vocab_size": config.get("draft_vocab_size", 104)}
+        draft_config = Eagle3DraftConfig.from_policy(arguments["model"].config, **shape)
+        draft_model = Eagle3DraftModel(draft_config)
+        if "draft_vocab_size" in config:
+            draft_model.set_vocab(torch.arange(0, 2 * config["draft_vocab_size"], 2))
+    args = CoDraftGRPOConfig(context_parallel_size=size, **config)
+    return ShardedTrainer(args=args, draft_model=draft_model, **arguments)
+
+
+def run(case, out, world_size, size):
+    """One training run: what it saw at each step, its logs and its final weights."""
+    trainer = build(case, out, world_size, size)
+    trainer.train()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    if trainer.draft_model is not None:
+        weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
+    return {**trainer.seen, "logs": trainer.state.log_history, "weights": weights}
+
+
+def run_cases(rank, world_size, out, sizes, names):
+    return {name: {size: run(CASES[name], out, world_size, size) for size in [1, *sizes]} for name in names}
+
+
+def save_policies(out):
+    """Policies as files: a reference model is loaded from where its policy came from."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for name, config in POLICIES.items():
+        sizes = {**SIZES, **config}
+        tiny_policy(sizes.pop("model_type", name), scale=12.0, **sizes).save_pretrained(out / name)
+
+
+if __name__ == "__main__":
+    folder, count, group_sizes, *cases = sys.argv[1:]
+    save_policies(Path(folder))
+    group_sizes = [int(size) for size in group_sizes.split(",")]
+    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes, cases)

@@ -1,0 +1,141 @@
+"""
+Context parallelism in the trainer: what is refused, what the ranks agree on, and how they join.
+
+To TRL and Accelerate all ranks stay data-parallel workers; see `grouped_loss.py` for the losses and `cp/sharding.py`
+for the forward on shards.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from accelerate.utils import DistributedType, broadcast_object_list, is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from .compatibility import base_policy
+from .config import CoDraftGRPOConfig
+from .cp.draft import sharded_draft_loss
+from .cp.probe import disagreement_with_plain, unsupported_by_shards
+from .cp.sharding import ContextSharding
+from .group import new_loss_group, require_same, warn_if_groups_cross_nodes
+from .grouped_loss import TRAVELLING_TENSORS
+from .modeling.losses import draft_loss
+from .rollout.support import dropout_reason
+
+
+if TYPE_CHECKING:
+    from .trainer import CoDraftGRPOTrainer
+
+INSTEAD = "Set `context_parallel_size=1`."
+
+# What ranks that share a microbatch must have in common, besides the schedule of `grouped_loss.py`.
+SETTINGS = (
+    "context_parallel_size",
+    "context_parallel_layout",
+    "context_parallel_trunk",
+    "use_draft",
+    "draft_train",
+    "draft_ttt_steps",
+    "draft_ttt_decay",
+    "draft_tap_layers",
+    "draft_num_hidden_layers",
+    "draft_train_on_prompt",
+    "loss_type",
+    "temperature",
+    "max_steps",
+    "gradient_checkpointing",
+    "router_aux_loss_coef",
+)
+
+
+def require_divisible_world(args: CoDraftGRPOConfig) -> None:
+    """
+    Checks before a policy is loaded that the processes can be split into groups.
+
+    Raises:
+        ValueError: if their number is not a multiple of `context_parallel_size`.
+    """
+    if args.context_parallel_size > 1 and args.world_size % args.context_parallel_size:
+        raise ValueError(
+            f"`context_parallel_size={args.context_parallel_size}` with {args.world_size} process(es): ranks that share "
+            f"a microbatch come in groups of {args.context_parallel_size}. Start a multiple of it (`torchrun "
+            f"--nproc_per_node {args.context_parallel_size}`; on CPU with `ACCELERATE_USE_CPU=true`), or set "
+            "`context_parallel_size=1`."
+        )
+
+
+def join_context_group(trainer: "CoDraftGRPOTrainer") -> None:
+    """
+    Splits the losses of a trainer over groups of `context_parallel_size` ranks from now on. Collective.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, at the end of its construction.
+
+    Raises:
+        ValueError: on all ranks, if the policy or the settings do not allow it; the message says what to set.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    reason = unsupported_with_shards(trainer)
+    if reason is not None:
+        raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {reason}")
+    require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
+    # One rank looks: under FSDP2 the others may not have the weights yet.
+    verdict = [disagreement_with_plain(base_policy(trainer.model)) if accelerator.is_main_process else None]
+    broadcast_object_list(verdict)
+    if verdict[0] is not None:
+        raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {verdict[0]}")
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    warn_if_groups_cross_nodes(args.context_parallel_size, ranks_per_node)
+    timeout = timedelta(seconds=args.ddp_timeout)
+    group = new_loss_group(args.context_parallel_size, accelerator.device, TRAVELLING_TENSORS, timeout=timeout)
+
+    def unwrap(model: nn.Module) -> PreTrainedModel:
+        return base_policy(accelerator.unwrap_model(model))
+
+    trainer.join_loss_group(group, ContextSharding(group.members, unwrap, args.context_parallel_layout))
+
+
+def draft_loss_on(trainer: "CoDraftGRPOTrainer") -> Callable:
+    """The draft's loss on what the policy's forward left behind: whole microbatches, or this rank's part of them."""
+    if trainer.loss_group is None:
+        return draft_loss
+    return partial(sharded_draft_loss, trunk=trainer.args.context_parallel_trunk)
+
+
+def unsupported_with_shards(trainer: "CoDraftGRPOTrainer") -> str | None:
+    """
+    Why a run cannot split its microbatches over ranks, as far as settings and configurations tell.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, after `GRPOTrainer.__init__`.
+
+    Returns:
+        `str` or `None`: what stands in the way and what to set instead.
+    """
+    args, accelerator, policy = trainer.args, trainer.accelerator, base_policy(trainer.model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "DeepSpeed reduces gradients in ways of its own. Use FSDP2 (`fsdp_version: 2`), or DDP."
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        return "FSDP1 is not supported. Set `fsdp_version: 2` in the Accelerate config."
+    if trainer._is_vlm:
+        return (
+            f"the policy takes a processor (vision-language model), and images cannot be split over ranks. {INSTEAD}"
+        )
+    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+        return (
+            f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA, or "
+            "set `context_parallel_size=1`."
+        )
+    if args.torch_compile:
+        return "`torch_compile=True` cannot trace attention that talks to other ranks. Set `torch_compile=False`."
+    if args.neftune_noise_alpha is not None:
+        return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
+    if getattr(policy.config.get_text_config(), "router_jitter_noise", 0.0):
+        return "the router adds noise (`router_jitter_noise`), which would differ between splits. Set it to 0.0."
+    return dropout_reason(policy, training=True) or unsupported_by_shards(policy)
