@@ -43,6 +43,7 @@ from .modeling.packing import DraftBatch, pack_rows
 from .modeling.taps import TapRecorder
 from .modeling.teacher import PolicyHead
 from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
+from .rollout.controller import SpeedReport
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.stats import SpeculativeStats
 from .training import DraftTrainer
@@ -308,9 +309,13 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
         """Sums the counters of all ranks, then divides. Tool loops end at different turns on different ranks."""
         device = self.accelerator.device
         tally = torch.tensor([self._rollout_tokens, self._rollout_seconds], dtype=torch.float64, device=device)
-        counters = self._sum_over_ranks(torch.cat([tally[:1], self._decoder.stats.as_tensor().to(device)]))
+        report = self._decoder.controller.report.as_tensor().to(device)
+        counters = torch.cat([tally[:1], report, self._decoder.stats.as_tensor().to(device)])
+        counters = self._sum_over_ranks(counters)
         seconds = self.accelerator.gather(tally[1:]).max().item()
-        metrics = rollout_metrics(SpeculativeStats.from_tensor(counters[1:]))
+        report, stats = counters[1:].split([len(report), len(counters) - 1 - len(report)])
+        metrics = rollout_metrics(SpeculativeStats.from_tensor(stats))
+        metrics |= SpeedReport.from_tensor(report).metrics()
         metrics["rollout/tokens_per_second"] = counters[0].item() / max(seconds, 1e-9)
         metrics["rollout/speculation_on"] = float(self._speculation_on and self.draft_trainer is not None)
         for name, value in metrics.items():
@@ -319,6 +324,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
 
     def _reset_rollout_tally(self) -> None:
         self._decoder.stats.reset()
+        self._decoder.controller.report = SpeedReport()
         self._rollout_tokens, self._rollout_seconds = 0, 0.0
 
 

@@ -59,7 +59,7 @@ class OracleDraft(nn.Module):
         table = self.policy.get_input_embeddings().weight
         return torch.cdist(embeds.double(), table.double()).argmin(-1)
 
-    def step(self, hidden, token_embeds, position_ids, cache, attention_mask):
+    def step(self, hidden, token_embeds, position_ids, cache, attention_mask, columns=None):
         following = self._ids(token_embeds)
         true_row = hidden.shape[-1] == token_embeds.shape[-1]
         current = self._ids(hidden) if true_row else torch.zeros_like(following)
@@ -75,7 +75,7 @@ class OracleDraft(nn.Module):
                     if self.corrupt(ids[row], int(position_ids[row, column]) + 2):
                         best = outputs[row, column].argmax()
                         outputs[row, column, best] = outputs[row, column].min() - 1
-        return outputs
+        return outputs if columns is None else outputs[rows, columns[:, None]]
 
 
 def ragged_prompts(lengths, vocab_size=104, seed=0, columns=None):

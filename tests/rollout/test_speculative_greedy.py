@@ -276,3 +276,23 @@ def test_caches_grow_while_rows_leave(policy, monkeypatch):
     free = policy.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=90)[:, ids.shape[1] :]
     eos = [int(free[row, 10 + 13 * row]) for row in range(5)]
     both(policy, OracleDraft(policy), ids, mask, 5, max_new_tokens=90, eos_token_id=eos, pad_token_id=0)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [3, "auto"])
+def test_turns_of_a_tool_loop_reenter_with_other_batch_shapes(policy, num_draft_tokens):
+    """One decoder, as in a trainer: rows drop out between turns, prompts grow by what was generated and by results."""
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy, sometimes_wrong), num_draft_tokens=num_draft_tokens)
+    speculative = decoder.bind(policy.generate)
+    texts = [list(range(3, 3 + length)) for length in (5, 9, 2, 7)]
+    for turn, rows in enumerate(([0, 1, 2, 3], [3, 0, 2], [2], [0, 1, 2, 3, 1])):
+        chosen = [texts[row] for row in rows]
+        width = max(map(len, chosen))
+        ids = torch.tensor([[0] * (width - len(text)) + text for text in chosen])
+        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in chosen])
+        call = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 6 + 5 * turn}
+        output = speculative(ids, **call)
+        assert torch.equal(output, policy.generate(ids, **call))
+        for row, tokens in zip(rows, output[:, width:].tolist(), strict=True):
+            texts[row] = texts[row] + tokens + [11, 12, 13][: turn + 1]
+    decoder.close()
+    assert decoder.stats.drafted > 0

@@ -137,6 +137,56 @@ def test_completions_follow_the_policy(policy, prompts, exact, name, target_ids,
     assert worst_p_value(policy, prompts, exact, k, name, target_ids) > 1e-3
 
 
+class Changing:
+    """A controller whose draft length changes from round to round, also to 0, by what was kept before."""
+
+    max_draft_tokens = 4
+
+    def __init__(self, turn):
+        self.lengths, self.turn = [4, 0, 2, 1, 0, 3], turn
+        self.clock = lambda: 0.0
+        self.begin = lambda: None
+        self.used = set()
+
+    def choose(self, active_rows):
+        return self.lengths[self.turn % len(self.lengths)]
+
+    def observe(self, finished):
+        self.used.add(max(finished.drafted))
+        self.turn += 1 + sum(finished.kept) % 2
+
+
+@pytest.mark.parametrize("target_ids", [None, [0, 2, 3, 4]], ids=["full", "reduced"])
+@pytest.mark.parametrize("name", ["plain", "top_p", "repetition_penalty"])
+def test_completions_follow_the_policy_while_the_draft_length_changes(policy, prompts, exact, name, target_ids):
+    """Few rows a call, so that calls and rows see many sequences of lengths."""
+    draft, controllers = random_draft(policy, seed=3, target_ids=target_ids), []
+    make = lambda: controllers.append(Changing(len(controllers))) or controllers[-1]  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trl_codraft.rollout.speculative.DraftLengthController", make)
+        patch.setattr(f"{__name__}.SAMPLES", 250)
+        parts = [sample(policy, draft, prompts, "auto", name, seed) for seed in range(10)]
+    rows = [[completion for part, _ in parts for completion in part[row]] for row in range(2)]
+    assert set().union(*(controller.used for controller in controllers)) == {0, 1, 2, 3, 4}
+    assert min(p_value(expected, row) for expected, row in zip(exact(name), rows, strict=True)) > 1e-3
+
+
+def test_drawing_follows_the_probabilities_and_never_picks_zero():
+    """Against exact probabilities; zeros at the front, in the middle and at the end."""
+    p = torch.tensor([0.0, 0.3, 0.0, 0.05, 0.65, 0.0, 0.0]).repeat(20000, 1)
+    drawn = torch.bincount(sampling.draw(p, torch.Generator().manual_seed(0)), minlength=7)
+    assert drawn[p[0] == 0].sum() == 0
+    expected = p[0] * len(p)
+    inside = expected > 0
+    statistic = ((drawn - expected)[inside] ** 2 / expected[inside]).sum()
+    assert statistic < 13.8  # chi-square with 2 degrees of freedom at 0.001
+    # The largest random number there is, and a row whose sum is rounded.
+    for total in (1.0, 0.1, 3.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *size, **kwargs: torch.full((1, 1), 1 - 2**-53, dtype=torch.float64))
+            assert sampling.draw(total * p[:1]) == 4
+
+
 def test_plain_rounds_follow_the_policy(policy, prompts, exact):
     assert worst_p_value(policy, prompts, exact, 0, "top_p") > 1e-3
 
@@ -162,8 +212,10 @@ def test_draft_probabilities_at_another_temperature_are_seen(policy, prompts, ex
     original = loop.Rollout._verify
 
     def hotter(self, *args):
-        *others, q = args
-        return original(self, *others, q if q is None else q.sqrt() / q.sqrt().sum(-1, keepdim=True))
+        *others, drafts = args
+        if drafts is not None:
+            drafts.q = drafts.q.sqrt() / drafts.q.sqrt().sum(-1, keepdim=True).clamp(min=1e-9)
+        return original(self, *others, drafts)
 
     monkeypatch.setattr(loop.Rollout, "_verify", hotter)
     assert worst_p_value_unchecked(policy, prompts, exact, 2) < 1e-6

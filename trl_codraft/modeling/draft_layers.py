@@ -125,6 +125,11 @@ def rotate(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> 
     return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(heads.dtype)
 
 
+def take_columns(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """One column of each row: `(B, q, ...)` and `(B,)` to `(B, 1, ...)`."""
+    return rows[torch.arange(len(rows), device=rows.device), columns][:, None]
+
+
 class DraftAttention(nn.Module):
     """
     Projections and RoPE of one layer; who attends to which keys is the caller's business.
@@ -144,13 +149,22 @@ class DraftAttention(nn.Module):
         self.v_proj = DraftLinear(input_size, config.num_key_value_heads * config.head_dim)
         self.o_proj = DraftLinear(config.num_attention_heads * config.head_dim, config.hidden_size)
 
-    def forward(self, inputs: torch.Tensor, rotation, attend: Callable, compute_dtype: torch.dtype) -> torch.Tensor:
-        """`(..., H or 2H)` to `(..., H)`."""
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        rotation,
+        attend: Callable,
+        compute_dtype: torch.dtype,
+        columns: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`(..., H or 2H)` to `(..., H)`; with `columns`, `(B, q, H or 2H)` to `(B, 1, H)` at those."""
+        queries = inputs if columns is None else take_columns(inputs, columns)
         q, k, v = (
-            projection(inputs, compute_dtype).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(rows, compute_dtype).unflatten(-1, (-1, self.head_dim))
+            for projection, rows in ((self.q_proj, queries), (self.k_proj, inputs), (self.v_proj, inputs))
         )
-        heads = attend(self.layer_idx, rotate(q, rotation), rotate(k, rotation), v)
+        q_rotation = rotation if columns is None else tuple(take_columns(part, columns) for part in rotation)
+        heads = attend(self.layer_idx, rotate(q, q_rotation), rotate(k, rotation), v)
         return self.o_proj(heads.flatten(-2), compute_dtype)
 
 
@@ -201,8 +215,9 @@ class DraftLayer(nn.Module):
         rotation: tuple[torch.Tensor, torch.Tensor],
         attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
         compute_dtype: torch.dtype,
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`(..., H)` hidden states to `(..., H)`."""
+        """`(..., H)` hidden states to `(..., H)`; with `columns`, `(B, q, H)` to `(B, 1, H)` at those."""
         residual = hidden
         if self.hidden_norm is not None:
             normed = self.hidden_norm(hidden, compute_dtype)
@@ -210,5 +225,7 @@ class DraftLayer(nn.Module):
             inputs = torch.cat((self.input_layernorm(embeds, compute_dtype), normed), dim=-1)
         else:
             inputs = self.input_layernorm(hidden, compute_dtype)
-        residual = residual + self.self_attn(inputs, rotation, attend, compute_dtype)
+        if columns is not None:
+            residual = take_columns(residual, columns)
+        residual = residual + self.self_attn(inputs, rotation, attend, compute_dtype, columns)
         return residual + self.mlp(self.post_attention_layernorm(residual, compute_dtype), compute_dtype)

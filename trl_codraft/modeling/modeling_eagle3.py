@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .attention import branch_attention
 from .configuration_eagle3 import Eagle3DraftConfig
-from .draft_layers import DraftLayer, DraftLinear, DraftRMSNorm, DraftRotary
+from .draft_layers import DraftLayer, DraftLinear, DraftRMSNorm, DraftRotary, take_columns
 from .initialization import fill_at_random, initialize_draft
 from .packing import PackedLayout
 from .teacher import PolicyHead
@@ -235,6 +235,7 @@ class Eagle3DraftModel(nn.Module):
         position_ids: torch.Tensor,
         cache,
         attention_mask: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         The block over new tokens and a KV cache.
@@ -251,25 +252,34 @@ class Eagle3DraftModel(nn.Module):
                 Receives `(B, Hkv, q, D)` keys and values and returns all of them, `(B, Hkv, kv, D)`.
             attention_mask (`torch.BoolTensor` of shape `(B, 1, q, kv)`, *optional*):
                 True where a row sees a key. `None`: every row sees all keys up to its own, the last `q` of the `kv`.
+            columns (`torch.LongTensor` of shape `(B,)`, *optional*):
+                The one column of each row whose output is wanted; needs `attention_mask`. The last layer then computes
+                only keys and values at the others.
 
         Returns:
-            `torch.Tensor`: `(B, q, H)` before the final norm. Rows that see no key hold numbers without meaning.
+            `torch.Tensor`: `(B, q, H)`, or `(B, 1, H)` with `columns`, before the final norm. Rows that see no key
+            hold numbers without meaning.
         """
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k_all, v_all = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
-            return _cached_attention(q.transpose(1, 2), k_all, v_all, attention_mask, self.scale).transpose(1, 2)
+            mask = (
+                attention_mask if q.shape[1] == k.shape[1] else take_columns(attention_mask.transpose(1, 2), columns)
+            )
+            return _cached_attention(q.transpose(1, 2), k_all, v_all, mask, self.scale).transpose(1, 2)
 
         with _outside_autocast(hidden):
-            return self._run_layers(hidden, token_embeds, position_ids, attend)
+            return self._run_layers(hidden, token_embeds, position_ids, attend, columns)
 
-    def _run_layers(self, hidden, embeds, position_ids, attend) -> torch.Tensor:
-        """All layers over rows of any leading shape; `attend(layer, q, k, v)` owns the keys."""
+    def _run_layers(self, hidden, embeds, position_ids, attend, columns=None) -> torch.Tensor:
+        """
+        All layers over rows of any leading shape; `attend(layer, q, k, v)` owns the keys. `columns` as in `step`.
+        """
         hidden, embeds = hidden.to(self.compute_dtype), embeds.to(self.compute_dtype)
         rotation = self.rotary(position_ids, self.compute_dtype)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             hidden = layer(hidden, embeds, rotation, attend, self.compute_dtype)
-        return hidden
+        return self.layers[-1](hidden, embeds, rotation, attend, self.compute_dtype, columns)
 
     # Initialisation
 

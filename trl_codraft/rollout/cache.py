@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache
 
 class RaggedCache(Cache):
     """
-    Keys and values of `B` rows of different lengths, in buffers `(B, Hkv, C + 1, D)` that grow geometrically.
+    Keys and values of `B` rows of different lengths, in buffers `(B, C + 1, Hkv, D)` that grow geometrically: tokens
+    before heads, so that a forward's columns are written as whole lines.
 
     Each forward is announced with [`~RaggedCache.begin`], which says where its columns go; the model then calls
     `update` once per layer. Column slots below zero mark padding: they are written to a spare slot nobody reads.
@@ -35,8 +36,7 @@ class RaggedCache(Cache):
         self.max_slots = max_slots
         self.capacity = max(1, min(max_slots, initial_slots if initial_slots is not None else max_slots))
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._rows: torch.Tensor | None = None
-        self._slots: torch.Tensor | None = None
+        self._lines: torch.Tensor | None = None
         self._visible = 0
 
     @property
@@ -61,8 +61,8 @@ class RaggedCache(Cache):
             raise ValueError(f"The forward needs {visible} cache slots, but the cache was made for {self.max_slots}.")
         if visible > self.capacity:
             self._grow(min(self.max_slots, max(visible, self.capacity + self.capacity // 2 + 64)))
-        self._rows = torch.arange(self.num_rows, device=slots.device)[:, None]
-        self._slots = torch.where(slots < 0, self.capacity, slots)
+        rows = torch.arange(self.num_rows, device=slots.device)[:, None]
+        self._lines = (rows * (self.capacity + 1) + torch.where(slots < 0, self.capacity, slots)).flatten()
         self._visible = visible
 
     def update(
@@ -73,8 +73,8 @@ class RaggedCache(Cache):
             self._buffers[layer_idx] = (self._allocate(key_states), self._allocate(value_states))
         views = []
         for buffer, states in zip(self._buffers[layer_idx], (key_states, value_states), strict=True):
-            buffer[self._rows, :, self._slots] = states.transpose(1, 2)
-            views.append(buffer[: self.num_rows, :, : self._visible])
+            buffer.flatten(0, 1).index_copy_(0, self._lines, states.transpose(1, 2).flatten(0, 1))
+            views.append(buffer[: self.num_rows, : self._visible].transpose(1, 2))
         return views[0], views[1]
 
     def compact(self, keep: list[bool]) -> list[int]:
@@ -108,12 +108,18 @@ class RaggedCache(Cache):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `(B, Hkv, C, D)` keys and values of one layer."""
-        keys, values = self._buffers[layer_idx]
-        return keys[: self.num_rows, :, : self.capacity], values[: self.num_rows, :, : self.capacity]
+        keys, values = (buffer[: self.num_rows, : self.capacity] for buffer in self._buffers[layer_idx])
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """Dtype of the keys, known once a layer has written (by another name than that of tensors, which accelerate casts)."""
+        return next(iter(self._buffers.values()))[0].dtype
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        """A buffer for states `(B, Hkv, any, D)`."""
         # Zeros, not empty: hidden slots are multiplied by a zero probability, which does not absorb NaN.
-        return states.new_zeros(self.num_rows, states.shape[1], self.capacity + 1, states.shape[-1])
+        return states.new_zeros(self.num_rows, self.capacity + 1, states.shape[1], states.shape[-1])
 
     def _grow(self, capacity: int) -> None:
         """Moves every buffer into a larger one, one at a time."""
@@ -121,8 +127,8 @@ class RaggedCache(Cache):
         for layer_idx, buffers in self._buffers.items():
             grown = []
             for buffer in buffers:
-                target = self._allocate(buffer)
-                target[:, :, :old] = buffer[: self.num_rows, :, :old]
+                target = self._allocate(buffer.transpose(1, 2))
+                target[:, :old] = buffer[: self.num_rows, :old]
                 grown.append(target)
             self._buffers[layer_idx] = (grown[0], grown[1])
 
@@ -165,26 +171,29 @@ class PolicyMasks:
     Args:
         config ([`~transformers.PreTrainedConfig`]):
             Configuration of the policy.
-        dtype (`torch.dtype`):
-            The policy's dtype; eager attention adds its mask in it.
     """
 
-    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype):
+    def __init__(self, config: PreTrainedConfig):
         text_config = config.get_text_config()
-        self._additive = text_config._attn_implementation == "eager"
-        self._dtype = dtype
+        self._eager = text_config._attn_implementation == "eager"
         self._layer_types = sorted(set(getattr(text_config, "layer_types", None) or ()))
         self._window = getattr(text_config, "sliding_window", None)
 
-    def __call__(self, slots: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """`(B, 1, q, kv)` mask, or one per layer type for policies whose layers differ."""
+    def __call__(
+        self, slots: torch.Tensor, visible: int, dtype: torch.dtype, additive: bool
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """
+        `(B, 1, q, kv)` mask, or one per layer type for policies whose layers differ: boolean, or to be added in
+        `dtype`, which eager attention always wants.
+        """
         if not self._layer_types:
-            return self._form(causal_mask(slots, visible, self._window))
+            return self._form(causal_mask(slots, visible, self._window), dtype, additive)
         windows = {"full_attention": None, "sliding_attention": self._window}
-        return {kind: self._form(causal_mask(slots, visible, windows[kind])) for kind in self._layer_types}
+        return {
+            kind: self._form(causal_mask(slots, visible, windows[kind]), dtype, additive) for kind in self._layer_types
+        }
 
-    def _form(self, mask: torch.Tensor) -> torch.Tensor:
-        if not self._additive:
+    def _form(self, mask: torch.Tensor, dtype: torch.dtype, additive: bool) -> torch.Tensor:
+        if not additive and not self._eager:
             return mask
-        minimum = torch.finfo(self._dtype).min
-        return torch.zeros_like(mask, dtype=self._dtype).masked_fill_(~mask, minimum)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

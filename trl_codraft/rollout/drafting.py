@@ -5,7 +5,8 @@ Draft row `r` reads the taps of policy position `r` and the token at `r + 1`, si
 token at `r + 2`. Rows with true taps form the trunk. The chain leaves it at the newest row and feeds on its own
 outputs; its keys take the slots behind the trunk, where the true rows overwrite them after the verification.
 
-Shapes: `n` active rows, `q` columns, `F` concatenated tap width, `H` draft hidden size, `V` policy vocabulary.
+Shapes: `n` active rows, `q` columns, `F` concatenated tap width, `H` draft hidden size, `V` / `Vd` policy / draft
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,10 @@ from ..modeling.teacher import PolicyHead
 from .cache import RaggedCache, causal_mask
 
 
-# Rounds of true rows that may wait before they enter the cache although nobody drafts from them.
-MAX_WAITING_ROUNDS = 64
+# Columns of true rows behind the prompt that may wait before they enter the cache although nobody drafts from them.
+MAX_WAITING_COLUMNS = 32
+# More of them than a round leaves make the next draft dearer than usual.
+USUAL_WAITING_COLUMNS = 8
 
 
 class DraftRollout:
@@ -47,9 +50,11 @@ class DraftRollout:
         self.draft = draft
         self.head = head
         self.vocab_size = draft.config.vocab_size
+        self.target_ids = draft.target_ids
         self.limit = min(max_positions, draft.config.max_position_embeddings)
         self.cache = RaggedCache(num_rows, self.limit, min(initial_slots, self.limit))
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._waiting_columns = 0
         self._root_hidden: torch.Tensor | None = None
         self._root: torch.Tensor | None = None
         self._reach = 0  # host-side upper bound of trunk length over rows
@@ -78,8 +83,20 @@ class DraftRollout:
         positions = torch.where(positions < self.limit, positions, -1)
         self._reach = min(max(self._reach, longest), self.limit)
         self._waiting.append((taps, next_ids, positions))
-        if len(self._waiting) > MAX_WAITING_ROUNDS:
+        self._waiting_columns += positions.shape[1]
+        prompt = self._waiting[0][2].shape[1] if self._root is None else 0
+        if self._waiting_columns > prompt + MAX_WAITING_COLUMNS:
             self._catch_up()
+
+    @property
+    def backlog(self) -> bool:
+        """Whether the next draft has to read more than a round of drafting leaves."""
+        return self._waiting_columns > USUAL_WAITING_COLUMNS
+
+    @property
+    def vocab(self) -> torch.Tensor | None:
+        """`(Vd,)` policy ids that the draft's own scores belong to; None if they are the policy's vocabulary."""
+        return None if len(self.target_ids) == self.vocab_size else self.target_ids
 
     def propose(self, counts: list[int], choose: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """
@@ -89,8 +106,8 @@ class DraftRollout:
             counts (`list[int]` of length `n`):
                 Tokens wanted per row; at most `room` of the row.
             choose (`Callable`):
-                Called with the step and `(n, V)` fp32 scores, `-inf` outside the draft's vocabulary; returns the
-                drafted tokens `(n,)`.
+                Called with the step and `(n, Vd)` fp32 scores over the draft's own vocabulary; returns the drafted
+                tokens `(n,)`, ids of the policy.
 
         Returns:
             `torch.LongTensor` of shape `(n, max(counts))`.
@@ -120,10 +137,10 @@ class DraftRollout:
         if not self._waiting:
             return
         taps, next_ids, positions = (torch.cat(parts, 1) for parts in zip(*self._waiting, strict=True))
-        self._waiting = []
-        outputs = self._forward(self.draft.fuse_taps(taps), self.head.embed(next_ids), positions, self._reach)
+        self._waiting, self._waiting_columns = [], 0
         newest, column = positions.max(1)
-        hidden = outputs[torch.arange(len(outputs), device=outputs.device), column]
+        embeds = self.head.embed(next_ids)
+        hidden = self._forward(self.draft.fuse_taps(taps), embeds, positions, self._reach, column)[:, 0]
         if self._root is not None:
             # A row all of whose waiting columns lie beyond the draft's context keeps its old root (never drafted from).
             stale = newest < 0
@@ -131,18 +148,21 @@ class DraftRollout:
             hidden = torch.where(stale[:, None], self._root_hidden, hidden)
         self._root, self._root_hidden = newest.clamp(min=0), hidden
 
-    def _forward(self, hidden, embeds, positions, reach: int) -> torch.Tensor:
-        """One draft forward: `(n, q, H)` outputs before the final norm."""
+    def widen(self, scores: torch.Tensor) -> torch.Tensor:
+        """`(n, Vd)` scores of the draft in the policy's vocabulary: `(n, V)`, `-inf` where the draft has no token."""
+        if self.vocab is None:
+            return scores
+        wide = scores.new_full((len(scores), self.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self.target_ids, scores)
+
+    def _forward(self, hidden, embeds, positions, reach: int, columns=None) -> torch.Tensor:
+        """One draft forward: `(n, q, H)` outputs before the final norm, or `(n, 1, H)` at one column of each row."""
         self.cache.begin(positions, reach)
         mask = causal_mask(positions, reach)
-        return self.draft.step(hidden, embeds, positions.clamp(min=0), self.cache, mask)
+        return self.draft.step(hidden, embeds, positions.clamp(min=0), self.cache, mask, columns)
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(n, V)` fp32 draft scores in the policy's vocabulary."""
+        """`(n, Vd)` fp32 draft scores."""
         logits = self.draft.compute_logits(hidden).float()
         # A draft that broke down guesses blindly: some processors raise on NaN, and nothing may depend on the draft.
-        logits = torch.where(logits.amax(-1, keepdim=True).isfinite(), logits, 0.0)
-        if logits.shape[-1] == self.vocab_size:
-            return logits
-        scores = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        return scores.index_copy_(1, self.draft.target_ids, logits)
+        return torch.where(logits.amax(-1, keepdim=True).isfinite(), logits, 0.0)

@@ -8,7 +8,6 @@ Shapes: `B` rows of the prompt batch, `n` rows still active, `w` drafted columns
 vocabulary, `S` columns of the sequence buffer (left pads included).
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +17,13 @@ from transformers import PreTrainedModel
 from ..modeling.taps import TapRecorder
 from . import sampling
 from .cache import PolicyMasks, RaggedCache, compaction_order
-from .controller import DraftLengthController, FixedDraftLength
+from .controller import DraftLengthController, FixedDraftLength, Round
 from .criteria import PositionwiseCriteria
+from .decode_attention import decoding_attention
 from .drafting import DraftRollout
 from .processors import PositionwiseProcessors, Prefixes
 from .stats import MAX_DRAFT_TOKENS, SpeculativeStats
+from .trace import RolloutTrace
 
 
 # Slots allocated behind the longest prompt before the caches grow.
@@ -63,6 +64,8 @@ class Rollout:
             What follows a finished row.
         synced (`bool`):
             Whether all ranks must run the same number of policy forwards.
+        trace ([`RolloutTrace`] or `None`):
+            Collects the hidden states of the tokens that are kept.
     """
 
     def __init__(
@@ -77,9 +80,11 @@ class Rollout:
         attention_mask: torch.Tensor,
         pad_token_id: int | None,
         synced: bool,
+        trace: RolloutTrace | None = None,
     ):
         self.policy, self.recorder, self.drafting, self.controller = policy, recorder, drafting, controller
         self.rule, self.criteria, self.pad_token_id, self.synced = rule, criteria, pad_token_id, synced
+        self.trace = trace
         self.stats = SpeculativeStats(rows=len(input_ids))
         self.device = input_ids.device
         self.attention_mask = attention_mask
@@ -88,7 +93,7 @@ class Rollout:
         # Room behind the limit for draft columns that do not count in a row close to it.
         self.sequences = input_ids.new_zeros(batch, criteria.max_length + MAX_DRAFT_TOKENS + 1)
         self.sequences[:, :prompt] = input_ids
-        self.masks = PolicyMasks(policy.config, policy.dtype)
+        self.masks = PolicyMasks(policy.config)
         self.cache = RaggedCache(batch, criteria.max_length + MAX_DRAFT_TOKENS, prompt + INITIAL_NEW_SLOTS)
         # Per active row: index in the batch, columns so far, masked columns (position = column - pads).
         self.rows = list(range(batch))
@@ -100,8 +105,10 @@ class Rollout:
 
     def run(self) -> torch.Tensor:
         """Rolls out every row: `(B, S)` ids as `generate` returns them."""
+        self.controller.begin()
         self._prefill()
-        with self.policy._optimize_model_for_decode():  # as `generate` does after its prefill
+        # The first as `generate` does after its prefill.
+        with self.policy._optimize_model_for_decode(), decoding_attention(self.policy):
             while self._keep_going():
                 pass
         return self._padded()
@@ -125,7 +132,7 @@ class Rollout:
         longest = self.prompt_columns - min(self.pads)
         padded = max(self.pads) > 0
         ids = self.sequences[:, : self.prompt_columns]
-        logits, taps = self._forward(ids, positions, longest, padded, last_only=True)
+        logits, seen = self._forward(ids, positions, longest, padded, last_only=True)
         if not self.cache.is_filled:
             raise RuntimeError(
                 f"{type(self.policy).__name__} wrote no keys into the cache it was given, so drafted tokens cannot be "
@@ -135,14 +142,16 @@ class Rollout:
         scores = logits[:, -1].to(torch.float32, copy=True)
         batch = len(self.rows)
         rows = torch.arange(batch, device=self.device)
-        tokens, _ = self._choose(scores, rows, torch.full_like(rows, self.prompt_columns))
+        scores = self.rule.processors(
+            Prefixes(self.sequences, rows, torch.full_like(rows, self.prompt_columns)), scores
+        )
+        tokens = self._pick(scores)
         self.sequences[:, self.prompt_columns] = tokens
         self.stats.policy_forwards += 1
         self.stats.committed += batch
-        if taps is not None:
+        if self.drafting is not None:
             self.drafting.vocab_size = logits.shape[-1]
-            next_ids = self.sequences[:, 1 : self.prompt_columns + 1]
-            self.drafting.extend(taps, next_ids, positions, longest)
+        self._hand_over(seen, rows, self.sequences[:, 1 : self.prompt_columns + 1], positions, longest)
         ends = self.criteria.stops(
             self.sequences, self.rows, self.lengths, [1] * batch, self.criteria.eos_offsets(tokens[:, None]).tolist()
         )
@@ -150,29 +159,28 @@ class Rollout:
 
     def _round(self, k: int) -> None:
         """Drafts up to `k` tokens per row, verifies them and commits what holds."""
-        start = time.perf_counter()
-        active = len(self.rows)
+        start = self.controller.clock()
+        active, backlog = len(self.rows), self.drafting is not None and self.drafting.backlog
         counts = [self._draft_count(k, length, pads) for length, pads in zip(self.lengths, self.pads, strict=True)]
         width = max(counts)
         rows = torch.tensor(self.rows, device=self.device)
         lengths = torch.tensor(self.lengths, device=self.device)
-        drafted, q = self._draft(counts, rows, lengths) if width > 0 else (None, None)
+        drafts = self._draft(counts, rows, lengths) if width > 0 else None
 
         columns = lengths[:, None] - 1 + torch.arange(width + 1, device=self.device)
         counted = torch.arange(width + 1, device=self.device) <= torch.tensor(counts, device=self.device)[:, None]
         positions = columns - torch.tensor(self.pads, device=self.device)[:, None]
         longest = max(length - pads for length, pads in zip(self.lengths, self.pads, strict=True)) + width
         ids = self.sequences[rows[:, None], columns]
-        logits, taps = self._forward(ids, torch.where(counted, positions, -1), longest, padded=True)
+        logits, seen = self._forward(ids, torch.where(counted, positions, -1), longest, padded=True)
 
-        kept, tokens = self._verify(logits, rows, columns + 1, counts, drafted, q)
+        kept, tokens = self._verify(logits, rows, columns + 1, counts, drafts)
         self.sequences[rows, lengths + kept] = tokens
         block = self.sequences[rows[:, None], columns + 1]
         in_block = torch.arange(width + 1, device=self.device) <= kept[:, None]
         # The one transfer to the host per round.
         kept_host, eos = torch.stack((kept, self.criteria.eos_offsets(block))).tolist()
-        if taps is not None:
-            self.drafting.extend(taps, block, torch.where(in_block, positions, -1), longest)
+        self._hand_over(seen, rows, block, torch.where(in_block, positions, -1), longest)
         sizes = [count + 1 for count in kept_host]
         ends = self.criteria.stops(self.sequences, self.rows, self.lengths, sizes, eos)
         committed = [
@@ -180,8 +188,9 @@ class Rollout:
             for size, end in zip(sizes, ends, strict=True)
         ]
         self.stats.count_round(counts, committed)
-        self.controller.observe(active, counts, kept_host, time.perf_counter() - start)
         self._commit(committed, ends)
+        seconds = self.controller.clock() - start
+        self.controller.observe(Round(active, counts, kept_host, sum(committed), seconds, backlog and width > 0))
 
     def _draft_count(self, k: int, length: int, pads: int) -> int:
         """Draft tokens for a row: within its budget (one token always comes from the policy) and the draft's context."""
@@ -189,39 +198,41 @@ class Rollout:
             return 0
         return max(0, min(k, self.criteria.max_length - length - 1, self.drafting.room(length - pads)))
 
-    def _draft(self, counts: list[int], rows: torch.Tensor, lengths: torch.Tensor):
-        """Drafted tokens `(n, w)`, written into the buffer, and the distributions they came from (None if greedy)."""
-        distributions = []
+    def _draft(self, counts: list[int], rows: torch.Tensor, lengths: torch.Tensor) -> sampling.Drafts:
+        """Drafted tokens `(n, w)`, written into the buffer, with the distributions they came from if they are drawn."""
+        # Processors that look at token ids need the policy's vocabulary, the others do their work on the draft's own.
+        vocab = self.drafting.vocab if self.rule.processors.id_free else None
+        choices, distributions = [], []
 
-        def choose(step: int, raw: torch.Tensor) -> torch.Tensor:
+        def choose(step: int, own: torch.Tensor) -> torch.Tensor:
+            raw = own if vocab is not None else self.drafting.widen(own)
             part = [index for index, count in enumerate(counts) if count > step]
             some = slice(None) if len(part) == len(counts) else torch.tensor(part, device=self.device)
-            tokens = torch.zeros_like(rows)
-            tokens[some], probabilities = self._choose(raw[some], rows[some], lengths[some] + step, raw[some])
-            if probabilities is not None:
-                # Rows that draft no further get a point mass on their unused token.
-                q = torch.zeros_like(raw)
-                q[:, 0] = 1.0
-                q[some] = probabilities
+            scores = self.rule.processors(Prefixes(self.sequences, rows[some], lengths[some] + step), raw[some])
+            chosen = torch.zeros_like(rows)
+            if self.rule.do_sample:
+                q = torch.zeros_like(raw)  # stays zero in rows that draft no further
+                q[some] = sampling.draft_distribution(scores, raw[some])
+                chosen[some] = sampling.draw(q[some], self.rule.generator)
                 distributions.append(q)
+            else:
+                chosen[some] = scores.argmax(-1)
+            choices.append(chosen)
+            tokens = chosen if vocab is None else vocab[chosen]
             self.sequences[rows, lengths + step] = tokens
             return tokens
 
-        drafted = self.drafting.propose(counts, choose)
-        return drafted, torch.stack(distributions, 1) if distributions else None
+        tokens = self.drafting.propose(counts, choose)
+        q = torch.stack(distributions, 1) if distributions else None
+        return sampling.Drafts(tokens, torch.stack(choices, 1), q, vocab)
 
-    def _choose(self, scores, rows, lengths, raw=None):
-        """
-        One token per (row, prefix length) pair from raw fp32 scores: tokens `(N,)` and, when sampling, the
-        probabilities `(N, V)` they were drawn from. `raw` marks draft scores, which processors may empty.
-        """
-        scores = self.rule.processors(Prefixes(self.sequences, rows, lengths), scores)
+    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
+        """One token per row of processed scores `(N, V)`: `(N,)`."""
         if not self.rule.do_sample:
-            return scores.argmax(-1), None
-        probabilities = scores.softmax(-1) if raw is None else sampling.draft_distribution(scores, raw)
-        return sampling.draw(probabilities, self.rule.generator), probabilities
+            return scores.argmax(-1)
+        return sampling.draw(scores.softmax(-1), self.rule.generator)
 
-    def _verify(self, logits, rows, lengths, counts, drafted, q):
+    def _verify(self, logits, rows, lengths, counts, drafts):
         """Kept draft tokens `(n,)` and the next token `(n,)`, from `(n, q, V)` logits at prefix lengths `(n, q)`."""
         shape = lengths.shape
         # Flat (row, column) pairs that count. From host values: a boolean index would wait for the device.
@@ -230,36 +241,46 @@ class Rollout:
         pair_rows = rows[:, None].expand(shape).flatten()[some]
         prefixes = Prefixes(self.sequences, pair_rows, lengths.flatten()[some])
         scores = self.rule.processors(prefixes, logits.flatten(0, 1)[some].float())
+        if drafts is None:
+            return torch.zeros_like(rows), self._pick(scores)
         wanted = torch.tensor(counts, device=self.device)
         if not self.rule.do_sample:
-            best = rows.new_zeros(shape.numel())
-            best[some] = scores.argmax(-1)
-            best = best.view(shape)
-            return sampling.verify_greedy(best, drafted if drafted is not None else best[:, :0], wanted)
-        if drafted is None:
-            return torch.zeros_like(rows), sampling.draw(scores.softmax(-1), self.rule.generator)
-        p = scores.new_zeros(shape.numel(), scores.shape[-1])
-        p[some] = scores.softmax(-1)
-        return sampling.verify_sampled(p.view(*shape, -1), q, drafted, wanted, self.rule.generator)
+            best = _at(some, scores.argmax(-1), shape.numel()).view(shape)
+            return sampling.verify_greedy(best, drafts.tokens, wanted)
+        p = _at(some, scores.softmax(-1), shape.numel()).view(*shape, -1)
+        return sampling.verify_sampled(p, drafts, wanted, self.rule.generator)
 
     def _forward(self, ids, positions, longest: int, padded: bool, last_only: bool = False):
-        """Policy forward: logits and concatenated taps (None without a draft)."""
+        """Policy forward: logits and what it left behind (None where nobody wants it)."""
         self.cache.begin(positions, longest)
+        decoding = self.cache.is_filled
+        decoding = self.cache.is_filled
+        dtype = self.cache.key_dtype if decoding else self.policy.dtype
         arguments = {
             "input_ids": ids,
             "position_ids": positions.clamp(min=0),
             # Unpadded prompts leave the mask to the model, which then needs none.
-            "attention_mask": self.masks(positions, longest) if padded else None,
+            "attention_mask": self.masks(positions, longest, dtype, additive=decoding) if padded else None,
             "cache": self.cache,
             "use_cache": True,
         }
         if last_only and self.policy._supports_logits_to_keep():
             arguments["logits_to_keep"] = 1
-        if self.drafting is None:
+        if self.drafting is None and self.trace is None:
             return self.policy(**arguments).logits, None
         with self.recorder.record() as record:
             logits = self.policy(**arguments).logits
-        return logits, torch.cat(record.taps, -1)
+        return logits, record
+
+    def _hand_over(self, seen, rows, next_ids, positions, longest: int) -> None:
+        """Gives the hidden states of true rows (positions >= 0) to the draft and to the trace."""
+        if seen is None:
+            return
+        taps = torch.cat(seen.taps, -1)
+        if self.drafting is not None:
+            self.drafting.extend(taps, next_ids, positions, longest)
+        if self.trace is not None:
+            self.trace.add(rows, positions, taps, seen.last_hidden)
 
     def _idle_forward(self) -> None:
         """Keeps a rank without active rows in step with the others' collectives."""
@@ -305,6 +326,13 @@ class Rollout:
         stops = torch.tensor(self.stopped, device=self.device)[:, None]
         behind = torch.arange(longest, device=self.device) >= stops
         return self.sequences[:, :longest].masked_fill(behind, self.pad_token_id)
+
+
+def _at(some, values: torch.Tensor, size: int) -> torch.Tensor:
+    """`(size, ...)` with `values` at the flat places `some`, zero elsewhere."""
+    if isinstance(some, slice):
+        return values
+    return values.new_zeros(size, *values.shape[1:]).index_copy_(0, some, values)
 
 
 def agree(active: bool, k: int, device: torch.device) -> tuple[bool, int]:

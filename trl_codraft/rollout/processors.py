@@ -207,6 +207,22 @@ ADAPTERS: dict[type[LogitsProcessor], Adapter] = {
 }
 
 
+# Functions of the scores alone, whatever tokens they belong to: what they make of a draft's scores they make of its
+# scores in its own vocabulary.
+ID_FREE = {
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+}
+
+
 def unsupported_processor(processors: list[LogitsProcessor]) -> str | None:
     """Names the first processor that cannot be evaluated at several positions at once, or returns None."""
     for processor in processors:
@@ -240,6 +256,7 @@ class PositionwiseProcessors:
                 "plainly, or drop the processor."
             )
         self._steps = [(ADAPTERS[type(processor)], processor) for processor in processors]
+        self.id_free = all(type(processor) in ID_FREE for processor in processors)
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -2,10 +2,35 @@
 Accepting and resampling drafted tokens so that the committed tokens follow the policy's distribution exactly
 (speculative sampling: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2).
 
-Shapes: `B` rows, `k` drafted tokens, `V` policy vocabulary. `p` is the policy's distribution, `q` the draft's.
+Shapes: `B` rows, `k` drafted tokens, `V` policy vocabulary, `Vq` the vocabulary drafts are drawn from (the policy's or
+the draft's own). `p` is the policy's distribution, `q` the draft's.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass
+class Drafts:
+    """
+    Drafted tokens, and the distributions they were drawn from.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(B, k)`):
+            Drafted tokens, as ids of the policy.
+        choices (`torch.LongTensor` of shape `(B, k)`):
+            The same as columns of `q`.
+        q (`torch.FloatTensor` of shape `(B, k, Vq)` or `None`):
+            Distributions; `None` where tokens were not drawn but chosen.
+        vocab (`torch.LongTensor` of shape `(Vq,)` or `None`):
+            Policy id of each column of `q`; `None` if they are the policy's own.
+    """
+
+    tokens: torch.Tensor
+    choices: torch.Tensor
+    q: torch.Tensor | None
+    vocab: torch.Tensor | None
 
 
 def accepts(uniform: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -29,8 +54,20 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """One token per row of `(B, V)` probabilities: `(B,)`."""
-    return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1)
+    """
+    One token per row of `(B, V)` probabilities (any positive multiple of them): `(B,)`.
+
+    On a CPU by inverting the cumulative sum, in float64: `multinomial` draws a random number for every entry of the
+    vocabulary there, which takes as long as several layers of a small policy.
+    """
+    if probabilities.device.type != "cpu":
+        return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    uniform = torch.rand(total.shape, dtype=torch.float64, generator=generator)
+    # The first entry whose sum exceeds the target: never one of probability zero, and never none, whatever is rounded.
+    target = (uniform * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
 def leading_run(flags: torch.Tensor) -> torch.Tensor:
@@ -40,8 +77,7 @@ def leading_run(flags: torch.Tensor) -> torch.Tensor:
 
 def verify_sampled(
     p: torch.Tensor,
-    q: torch.Tensor,
-    drafted: torch.Tensor,
+    drafts: "Drafts",
     counts: torch.Tensor,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,10 +87,8 @@ def verify_sampled(
     Args:
         p (`torch.FloatTensor` of shape `(B, k + 1, V)`):
             Policy distribution at each drafted position and at the one after the last.
-        q (`torch.FloatTensor` of shape `(B, k, V)`):
-            The distributions the drafted tokens were drawn from, zero outside the draft's vocabulary.
-        drafted (`torch.LongTensor` of shape `(B, k)`):
-            Drafted tokens.
+        drafts ([`Drafts`]):
+            The drafted tokens and the distributions they were drawn from.
         counts (`torch.LongTensor` of shape `(B,)`):
             How many of them count in each row; what follows is padding.
         generator (`torch.Generator`, *optional*):
@@ -63,17 +97,19 @@ def verify_sampled(
     Returns:
         `tuple[torch.LongTensor, torch.LongTensor]`: number of kept tokens `(B,)` and the next token `(B,)`.
     """
-    rows = torch.arange(len(drafted), device=drafted.device)
-    columns = torch.arange(drafted.shape[1], device=drafted.device)
-    uniform = torch.rand(drafted.shape, dtype=p.dtype, device=p.device, generator=generator)
-    p_drafted = p[:, :-1].gather(-1, drafted[..., None]).squeeze(-1)
-    q_drafted = q.gather(-1, drafted[..., None]).squeeze(-1)
+    tokens, q = drafts.tokens, drafts.q
+    rows = torch.arange(len(tokens), device=tokens.device)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    uniform = torch.rand(tokens.shape, dtype=p.dtype, device=p.device, generator=generator)
+    p_drafted = p[:, :-1].gather(-1, tokens[..., None]).squeeze(-1)
+    q_drafted = q.gather(-1, drafts.choices[..., None]).squeeze(-1)
     kept = leading_run(accepts(uniform, p_drafted, q_drafted) & (columns < counts[:, None]))
 
     p_next = p[rows, kept]
-    rejected = kept < counts
     q_next = q[rows, kept.clamp(max=q.shape[1] - 1)]
-    p_next = torch.where(rejected[:, None], residual(p_next, q_next), p_next)
+    if drafts.vocab is not None:
+        q_next = torch.zeros_like(p_next).index_copy_(1, drafts.vocab, q_next)
+    p_next = torch.where((kept < counts)[:, None], residual(p_next, q_next), p_next)
     return kept, draw(p_next, generator)
 
 
@@ -107,15 +143,15 @@ def draft_distribution(scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
     the policy's, so a broken draft costs speed and nothing else.
 
     Args:
-        scores (`torch.FloatTensor` of shape `(B, V)`):
+        scores (`torch.FloatTensor` of shape `(B, Vq)`):
             Processed scores.
-        raw (`torch.FloatTensor` of shape `(B, V)`):
+        raw (`torch.FloatTensor` of shape `(B, Vq)`):
             Scores before processing, `-inf` outside the draft's vocabulary.
 
     Returns:
-        `torch.FloatTensor` of shape `(B, V)`: probabilities.
+        `torch.FloatTensor` of shape `(B, Vq)`: probabilities.
     """
     for fallback in (raw, torch.zeros_like(raw)):
-        probabilities = scores.softmax(-1)
-        scores = torch.where(probabilities.isfinite().all(-1, keepdim=True), scores, fallback)
+        usable = scores.softmax(-1).sum(-1, keepdim=True).isfinite()
+        scores = torch.where(usable, scores, fallback)
     return scores.softmax(-1)

@@ -1,0 +1,65 @@
+"""Attention of decoding rounds against Transformers' SDPA path, which repeats keys and values."""
+
+import copy
+
+import pytest
+import torch
+from rollout.drafts import OracleDraft, ragged_prompts
+from tiny import tiny_policy
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from trl_codraft.rollout import decode_attention as module_under_test
+from trl_codraft.rollout.cache import causal_mask
+from trl_codraft.rollout.speculative import SpeculativeDecoder
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("columns", [1, 4])
+def test_equals_attention_with_repeated_heads(columns, heads, additive):
+    generator = torch.Generator().manual_seed(0)
+    num_q, num_kv = heads
+    query = torch.randn(3, columns, num_q, 8, dtype=torch.float64, generator=generator).transpose(1, 2)
+    key, value = torch.randn(2, 3, 11, num_kv, 8, dtype=torch.float64, generator=generator).transpose(2, 3)
+    slots = torch.tensor([[4], [9], [2]]) - columns + 1 + torch.arange(columns)
+    mask = causal_mask(slots, 11)
+    if additive:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    attention = torch.nn.Module()
+    attention.num_key_value_groups = num_q // num_kv
+    expected = sdpa_attention_forward(attention, query, key, value, mask, scaling=0.3)[0]
+    actual = module_under_test.decode_attention(attention, query, key, value, mask, scaling=0.3)[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def test_is_used_in_every_decoding_layer_and_only_there(monkeypatch):
+    policy = tiny_policy("llama", dtype=torch.float64, scale=3.0, num_attention_heads=4, num_key_value_heads=2)
+    policy.generation_config.eos_token_id = None
+    calls, original = [], module_under_test.decode_attention
+
+    def counting(module, query, *args, **kwargs):
+        calls.append(query.shape[2])
+        return original(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(
+        module_under_test.AttentionInterface._global_mapping, module_under_test.IMPLEMENTATION, counting
+    )
+    ids, mask = ragged_prompts([4, 7])
+    decoder = SpeculativeDecoder(policy, OracleDraft(copy.deepcopy(policy)), num_draft_tokens=3)
+    output = decoder.bind(policy.generate)(ids, attention_mask=mask, do_sample=False, max_new_tokens=9)
+    decoder.close()
+    assert policy.config._attn_implementation == "sdpa"
+    layers = policy.config.num_hidden_layers
+    assert calls == [4] * 2 * layers  # two rounds of four tokens after the prefill, which attends as usual
+    assert torch.equal(output, policy.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9))
+
+
+def test_configuration_is_restored_after_an_error(monkeypatch):
+    policy = tiny_policy("llama", dtype=torch.float64)
+    ids, mask = ragged_prompts([4, 7])
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=3)
+    monkeypatch.setattr("trl_codraft.rollout.loop.Rollout._verify", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decoder.bind(policy.generate)(ids, attention_mask=mask, do_sample=False, max_new_tokens=9)
+    decoder.close()
+    assert policy.config._attn_implementation == "sdpa"
