@@ -21,6 +21,7 @@ from .compatibility import base_policy
 from .modeling.initialization import tap_log_scales
 from .modeling.packing import DraftBatch, pack_rows
 from .modeling.vocab import choose_draft_vocab
+from .rollout.trace import RolloutTrace
 
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class PolicyRollouts:
         self.trainer = trainer
         self.random = torch.Generator().manual_seed(seed + 1000 * trainer.accelerator.process_index)
         self._rows = self._stream()
+        self._trace: RolloutTrace | None = None
 
     def _stream(self) -> Iterator[dict]:
         dataset = self.trainer.train_dataset
@@ -89,7 +91,8 @@ class PolicyRollouts:
     def generate(self, count: int, prompts_only: bool = False) -> list[tuple[list[int], list[int]]]:
         """
         Samples one completion for each of the next `count` prompts: `(prompt_ids, completion_ids)` pairs, the
-        completions empty with `prompts_only`.
+        completions empty with `prompts_only`. Where the speculative loop generates them and their hidden states may be
+        held, it keeps them for [`~PolicyRollouts.record`].
         """
         trainer = self.trainer
         rows = [next(self._rows) for _ in range(count)]
@@ -106,16 +109,65 @@ class PolicyRollouts:
             prompt_ids, images, multimodal_fields = trainer._tokenize_prompts(prompts)
             if prompts_only:
                 return [(ids, []) for ids in prompt_ids]
-            completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, multimodal_fields, 1)
+            with self._tracing(prompt_ids):
+                completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, multimodal_fields, 1)
         finally:
             if trainer.environment_factories is not None:
                 trainer._batch_environments = environments
             trainer.model.train(was_training)
         return list(zip(prompt_ids, completion_ids, strict=True))
 
+    @contextmanager
+    def _tracing(self, prompt_ids: list[list[int]]) -> Iterator[None]:
+        """Keeps the hidden states of the rollout inside, if the loop runs and they surely fit."""
+        trainer, self._trace = self.trainer, None
+        longest = sum(len(ids) + trainer.max_completion_length for ids in prompt_ids)
+        if not trainer.speculates or not self._fits(longest):
+            yield
+            return
+        with trainer._decoder.recording() as trace:
+            yield
+        self._trace = trace
+
+    def recorded(self, rollouts: list[tuple[list[int], list[int]]], first: int) -> DraftBatch | None:
+        """
+        What the draft learns from some of the rollouts of the last [`~PolicyRollouts.generate`], as
+        [`~PolicyRollouts.record`] returns it, from the hidden states that the rollout itself left where it kept them.
+
+        Args:
+            rollouts (`list[tuple[list[int], list[int]]]`):
+                Neighbouring rollouts.
+            first (`int`):
+                Number of the first of them among those that `generate` returned.
+        """
+        if self._trace is None:
+            return self.record(rollouts)
+        input_ids, attention_mask, trained = self._columns(rollouts)
+        lengths = [len(prompt) + len(completion) for prompt, completion in rollouts]
+        states = [self._trace.row(first + index, length) for index, length in enumerate(lengths)]
+        taps, last_hidden = (pad_sequence(parts, batch_first=True) for parts in zip(*states, strict=True))
+        taps = taps.split(self.trainer.draft_model.config.target_hidden_size, dim=-1)
+        return pack_rows(input_ids, attention_mask, trained, taps, last_hidden, self.trainer.args.draft_ttt_steps)
+
+    def release(self) -> None:
+        """Lets go of the hidden states of the last rollout."""
+        self._trace = None
+
     def record(self, rollouts: list[tuple[list[int], list[int]]]) -> DraftBatch | None:
         """Runs the policy over rollouts, without gradient, and packs what the draft learns from."""
-        trainer, device = self.trainer, self.trainer.accelerator.device
+        trainer = self.trainer
+        input_ids, attention_mask, trained = self._columns(rollouts)
+        with torch.no_grad(), trainer.recorder.record() as record, trainer.accelerator.autocast():
+            trainer.model_wrapped(
+                input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, logits_to_keep=1
+            )
+        return pack_rows(
+            input_ids, attention_mask, trained, record.taps, record.last_hidden, trainer.args.draft_ttt_steps
+        )
+
+    def _columns(self, rollouts: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, ...]:
+        """Right-padded ids, attention mask and trained tokens of rollouts, `(B, S)` each."""
+        trainer = self.trainer
         sequences = [torch.tensor(prompt + completion) for prompt, completion in rollouts]
         input_ids = pad_sequence(sequences, batch_first=True, padding_value=trainer._tokenizer.pad_token_id)
         columns = torch.arange(input_ids.shape[1])
@@ -125,20 +177,16 @@ class PolicyRollouts:
         trained = attention_mask.clone()
         if not trainer.args.draft_train_on_prompt:
             trained &= columns >= prompt_lengths[:, None]
-        input_ids, attention_mask, trained = (x.to(device) for x in (input_ids, attention_mask, trained))
-        with torch.no_grad(), trainer.recorder.record() as record, trainer.accelerator.autocast():
-            trainer.model_wrapped(
-                input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, logits_to_keep=1
-            )
-        return pack_rows(
-            input_ids, attention_mask, trained, record.taps, record.last_hidden, trainer.args.draft_ttt_steps
-        )
+        return tuple(x.to(trainer.accelerator.device) for x in (input_ids, attention_mask, trained))
 
     def taps_fit(self, rollouts: list[tuple[list[int], list[int]]]) -> bool:
-        """Whether packed taps of rollouts may be held: at most `MAX_HELD_BYTES` per rank on average, so ranks agree."""
+        """Whether packed taps of rollouts may be held."""
+        return self._fits(sum(len(prompt) + len(completion) for prompt, completion in rollouts))
+
+    def _fits(self, num_tokens: int) -> bool:
+        """Whether taps of a rank's tokens may be held: at most `MAX_HELD_BYTES` on average over ranks, which agree."""
         draft, policy = self.trainer.draft_model.config, base_policy(self.trainer.model)
         row_bytes = (len(draft.tap_layers) + 1) * draft.target_hidden_size * policy.dtype.itemsize
-        num_tokens = sum(len(prompt) + len(completion) for prompt, completion in rollouts)
         num_tokens = torch.tensor(float(num_tokens), device=self.trainer.accelerator.device)
         return self.trainer.accelerator.reduce(num_tokens, reduction="mean").item() * row_bytes <= MAX_HELD_BYTES
 
@@ -193,7 +241,8 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
         num_steps (`int`):
             Number of updates. Each trains on `per_device_train_batch_size` rollouts per rank; every rollout is used in
             four of them. The taps of one window (`steps_per_generation` microbatches) are held meanwhile, or recorded
-            anew where they would take more than 2 GiB per rank.
+            anew where they would take more than 2 GiB per rank. They are those of the rollout itself where the
+            speculative loop generated it.
         source ([`PolicyRollouts`]):
             Where the rollouts come from.
     """
@@ -212,7 +261,11 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
             if not queue:
                 rollouts = source.generate(rollouts_per_window)
                 chunks = [rollouts[i : i + rows_per_step] for i in range(0, len(rollouts), rows_per_step)]
-                held = [source.record(chunk) for chunk in chunks] if source.taps_fit(rollouts) else None
+                held = None
+                if source.taps_fit(rollouts):
+                    firsts = range(0, len(rollouts), rows_per_step)
+                    held = [source.recorded(chunk, first) for chunk, first in zip(chunks, firsts, strict=True)]
+                source.release()
                 for _pass in range(PASSES_PER_ROLLOUT):
                     queue += torch.randperm(len(chunks), generator=source.random).tolist()
             index = queue.pop(0)

@@ -187,6 +187,11 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
         logger.warning_once(f"Rollouts are plain, without the draft: {reason}.")
         return False
 
+    @property
+    def speculates(self) -> bool:
+        """Whether rollouts go through the speculative loop now: possible, wanted, and the draft exists."""
+        return self.draft_model is not None and self._speculation_on and self.draft_trainer is not None
+
     def _start_draft(self) -> None:
         """Finishes the draft before the first step: vocabulary, initial weights, optimizer, pretraining or resume."""
         if self.draft_trainer is None:
@@ -284,7 +289,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
     @contextmanager
     def _speculative_generate(self):
         """Makes the policy's `generate` run the speculative loop, whoever calls it."""
-        if not self._speculation_on or self.draft_trainer is None:
+        if not self.speculates:
             yield
             return
         policy = base_policy(self.model)
@@ -317,7 +322,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
         metrics = rollout_metrics(SpeculativeStats.from_tensor(stats))
         metrics |= SpeedReport.from_tensor(report).metrics()
         metrics["rollout/tokens_per_second"] = counters[0].item() / max(seconds, 1e-9)
-        metrics["rollout/speculation_on"] = float(self._speculation_on and self.draft_trainer is not None)
+        metrics["rollout/speculation_on"] = float(self.speculates)
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         self._reset_rollout_tally()

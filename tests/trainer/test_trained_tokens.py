@@ -122,20 +122,65 @@ def test_rollouts_use_the_updated_draft(tmp_path):
     assert not torch.equal(seen[1], seen[2])
 
 
+def pretrained(tmp_path, monkeypatch, limit, **config):
+    """Log of 9 pretraining updates, and how often the policy ran over rollouts for them."""
+    count, record = [], PolicyRollouts.record
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining, "MAX_HELD_BYTES", limit)
+        patch.setattr(PolicyRollouts, "record", lambda self, rows: count.append(1) or record(self, rows))
+        trainer = codraft_trainer(tmp_path, draft_pretrain_steps=9, max_steps=1, **config)
+        trainer.train()
+    return trainer.draft_pretraining_log, len(count)
+
+
 def test_pretraining_is_the_same_whether_taps_are_held_or_recorded_anew(tmp_path, monkeypatch):
     """Also counts the policy forwards: one per microbatch of a window, or one per update."""
-    logs, records = [], []
-    record = PolicyRollouts.record
-    for limit in (2**31, 0):
-        count = []
-        monkeypatch.setattr(pretraining, "MAX_HELD_BYTES", limit)
-        monkeypatch.setattr(
-            PolicyRollouts, "record", lambda self, rows, count=count: count.append(1) or record(self, rows)
-        )
-        trainer = codraft_trainer(tmp_path, draft_pretrain_steps=9, max_steps=1)
+    runs = [pretrained(tmp_path, monkeypatch, limit, speculative_rollouts="false") for limit in (2**31, 0)]
+    assert runs[0][0] == runs[1][0]
+    # One for the tap scales; windows of 2 microbatches serve 8 updates.
+    assert [records for _, records in runs] == [1 + 4, 1 + 9]
+
+
+def test_hidden_states_of_speculative_rollouts_need_no_forward_of_their_own(tmp_path, monkeypatch):
+    assert pretrained(tmp_path, monkeypatch, 2**31)[1] == 1
+    assert pretrained(tmp_path, monkeypatch, 0)[1] == 1 + 9  # too large to be held
+
+
+def test_pretraining_batches_of_rollouts_equal_separate_forwards(tmp_path, monkeypatch):
+    recorded, compared = PolicyRollouts.recorded, []
+
+    def compare(self, rollouts, first):
+        ours, theirs = recorded(self, rollouts, first), self.record(rollouts)
+        assert self._trace is not None
+        assert torch.equal(ours.input_ids, theirs.input_ids)
+        assert torch.equal(ours.trained, theirs.trained)
+        assert ours.layout.doc_lens == theirs.layout.doc_lens
+        assert ours.layout.first_valid_root == theirs.layout.first_valid_root
+        read = torch.ones(len(ours.input_ids), dtype=torch.bool)
+        read[torch.tensor(ours.layout.doc_lens).cumsum(0) - 1] = False  # the policy never reads a row's last token
+        torch.testing.assert_close(ours.taps[read], theirs.taps[read], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.last_hidden[read], theirs.last_hidden[read], rtol=1e-4, atol=1e-5)
+        compared.append(ours)
+        return ours
+
+    monkeypatch.setattr(PolicyRollouts, "recorded", compare)
+    codraft_trainer(tmp_path, draft_pretrain_steps=9, max_steps=1).train()
+    assert len(compared) == 4
+
+
+def test_last_token_of_a_rollout_plays_no_part_in_the_loss(tmp_path, monkeypatch):
+    """Its hidden states are zero where rollouts are traced; garbage there changes no gradient."""
+    recorded, logs = PolicyRollouts.recorded, []
+    for value in (0.0, 1e3):
+
+        def spoilt(self, rollouts, first, value=value):
+            batch = recorded(self, rollouts, first)
+            last = torch.tensor(batch.layout.doc_lens).cumsum(0) - 1
+            batch.taps[last] = batch.last_hidden[last] = value
+            return batch
+
+        monkeypatch.setattr(PolicyRollouts, "recorded", spoilt)
+        trainer = codraft_trainer(tmp_path, draft_pretrain_steps=5, max_steps=1)
         trainer.train()
         logs.append(trainer.draft_pretraining_log)
-        records.append(len(count))
     assert logs[0] == logs[1]
-    # One for the tap scales; windows of 2 microbatches serve 8 updates.
-    assert records == [1 + 4, 1 + 9]

@@ -35,6 +35,7 @@ from .loop import INITIAL_NEW_SLOTS, Rollout, SamplingRule
 from .processors import PositionwiseProcessors
 from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
 from .support import check_call, refused_reason, unsupported_reason
+from .trace import RolloutTrace
 
 
 class SpeculativeDecoder:
@@ -105,6 +106,22 @@ class SpeculativeDecoder:
         self._owns_recorder = recorder is None
         self._recorder = recorder if recorder is not None else TapRecorder(policy, draft.config.tap_layers)
         self._head = PolicyHead(policy)
+        self._trace: RolloutTrace | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[RolloutTrace]:
+        """
+        Keeps the hidden states of the one call of `generate` inside, for training the draft on it without another
+        forward of the policy. The memory is that of the taps and the last hidden state of every token.
+
+        Yields:
+            [`RolloutTrace`]: filled when the call returns.
+        """
+        self._trace = RolloutTrace()
+        try:
+            yield self._trace
+        finally:
+            self._trace = None
 
     def close(self) -> None:
         """Removes the hooks this decoder put on the policy."""
@@ -139,6 +156,8 @@ class SpeculativeDecoder:
         if reason is not None:
             raise ValueError(f"Speculative rollouts are not possible here: {reason}")
         check_call(generation_config, logits_processor, model_kwargs)
+        if self._trace is not None and not self._trace.is_empty:
+            raise RuntimeError("`recording()` holds one call of `generate`: rows of a second one would be mixed up.")
         input_ids = input_ids.to(self.policy.device)
         attention_mask = self._attention_mask(input_ids, model_kwargs)
         rule = SamplingRule(PositionwiseProcessors(logits_processor), generation_config.do_sample, self.generator)
@@ -161,6 +180,7 @@ class SpeculativeDecoder:
                 attention_mask,
                 None if pad is None else pad.item(),
                 synced_gpus,
+                self._trace,
             )
             sequences = rollout.run()
         self.stats.add(rollout.stats)

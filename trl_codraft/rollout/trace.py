@@ -24,6 +24,11 @@ class RolloutTrace:
         self._last_hidden: list[torch.Tensor] = []
         self._order: torch.Tensor | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no forward was recorded."""
+        return not self._rows
+
     def add(self, rows: torch.Tensor, positions: torch.Tensor, taps: torch.Tensor, last_hidden: torch.Tensor) -> None:
         """
         Takes in one forward.
