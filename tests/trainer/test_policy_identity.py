@@ -86,7 +86,11 @@ def test_draft_does_not_change_policy_update_with(model, config, tmp_path):
 
 
 def test_bf16_policy_trains_and_speculates(tmp_path):
-    ours = run(codraft_trainer(tmp_path, tiny_policy(dtype=torch.bfloat16), bf16=True))
+    ours = run(
+        codraft_trainer(
+            tmp_path, tiny_policy(dtype=torch.bfloat16), bf16=True, draft_learning_rate=1e-2, draft_warmup_steps=0
+        )
+    )
     assert ours.draft_model.compute_dtype == torch.bfloat16
     assert ours.draft_model.lm_head.weight.dtype == torch.float32
     assert ours.draft_trainer.rollout_draft.lm_head.weight.dtype == torch.bfloat16

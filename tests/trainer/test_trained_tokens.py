@@ -22,12 +22,12 @@ def run_and_capture(trainer):
         start()
         accumulate = trainer.draft_trainer.accumulate
 
-        def spy(batch):
+        def spy(batch, *loss_function):
             for ids, trained in zip(
                 batch.input_ids.split(batch.layout.doc_lens), batch.trained.split(batch.layout.doc_lens), strict=True
             ):
                 documents.append((ids.tolist(), trained.tolist()))
-            accumulate(batch)
+            accumulate(batch, *loss_function)
 
         trainer.draft_trainer.accumulate = spy
 
