@@ -8,7 +8,8 @@ from cp.attention_cases import MIXED, Case, assemble, attend, dense
 from cp.draft_shard_cases import DraftCase, on_shard, whole
 from cp.threads import run_in_threads
 
-from trl_codraft.cp import attention, branch, draft, layout, ring, trunk
+from trl_codraft.cp import attention, draft, layout, ring, trunk
+from trl_codraft.modeling import branch
 
 
 BRANCH = Case(MIXED, "document", 3)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ..modeling.attention_kernels import AttentionKernel
-from .branch import branch_gradients, merge_branch, merge_sinks, sink_gradients
+from ..modeling.branch import branch_gradients, merge_branch, merge_sinks, sink_gradients
 from .kernels import choose_shard_kernel
 from .layout import ContextLayout
 from .trunk import GatheredTrunk, RingTrunk, TrunkShape, TrunkStore, WindowTrunk, add_home, make_ring, travelling_block
@@ -181,8 +181,7 @@ class _RingAttention(torch.autograd.Function):
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
         dbranch_k, dbranch_v = [], []
         if branch_k:
-            dq_branch, dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, ctx.scale)
-            dq += dq_branch
+            dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, ctx.scale, dq)
         dsinks = sink_gradients(sinks, lse, delta) if need_sinks else None
         dtoken = dout.new_zeros(()) if need_token else None
         dk, dv = (None if grad is None else grad.to(like.dtype) for grad, like in ((dk, k), (dv, v)))

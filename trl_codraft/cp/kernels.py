@@ -14,12 +14,12 @@ from ..modeling.attention_kernels import (
     AttentionKernel,
     ChunkedKernel,
     CudaFlashKernel,
-    _cumulative,
-    _documents,
-    _group,
-    _pad_head_dim,
     accumulation_dtype,
     choose_kernel,
+    cuda_flash_backward,
+    cuda_flash_forward,
+    documents,
+    group_heads,
 )
 
 
@@ -41,7 +41,7 @@ class ChunkedWindowKernel(ChunkedKernel):
 
     def _chunks(self, q, k, q_lens, k_lens, causal, scale) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         wide = accumulation_dtype(q.dtype)
-        for queries, keys in _documents(q_lens, k_lens):
+        for queries, keys in documents(q_lens, k_lens):
             num_keys = keys.stop - keys.start
             # Chunks no longer than the window: at most half of their scores are masked.
             size = min(self.left + 1, self.max_scores // (q.shape[1] * min(num_keys, 2 * self.left + 1)))
@@ -51,7 +51,8 @@ class ChunkedWindowKernel(ChunkedKernel):
             for start in range(queries.start, queries.stop, size):
                 rows = slice(start, min(start + size, queries.stop))
                 seen = slice(max(keys.start, start + shift - self.left), rows.stop + shift)
-                scores = torch.einsum("hgqd,khd->hgqk", _group(q[rows].to(wide), k.shape[1]), k[seen].to(wide)) * scale
+                grouped_q = group_heads(q[rows].to(wide), k.shape[1])
+                scores = torch.einsum("hgqd,khd->hgqk", grouped_q, k[seen].to(wide)) * scale
                 own = torch.arange(start + shift, rows.stop + shift, device=q.device).unsqueeze(1)
                 distance = own - torch.arange(seen.start, seen.stop, device=q.device)
                 yield rows, seen, scores.masked_fill_((distance < 0) | (distance > self.left), -torch.inf)
@@ -68,57 +69,19 @@ class CudaWindowKernel(CudaFlashKernel):
     """
 
     def __init__(self, left: int):
-        self.left = left
+        self._window = {"window_size_left": left, "window_size_right": 0}
 
     def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
         """See [`AttentionKernel`]."""
         if not q_lens:
             return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        head_dim = q.shape[-1]
-        q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            _cumulative(q_lens, q.device),
-            _cumulative(k_lens, q.device),
-            max(q_lens),
-            max(k_lens),
-            0.0,
-            causal,
-            return_debug_mask=False,
-            scale=scale,
-            window_size_left=self.left,
-            window_size_right=0,
-        )
-        return out[..., :head_dim], lse.T
+        return cuda_flash_forward(q, k, v, q_lens, k_lens, causal, scale, **self._window)
 
     def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
         """See [`AttentionKernel`]."""
         if not q_lens:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        head_dim = q.shape[-1]
-        dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
-        parts = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.T.contiguous(),
-            _cumulative(q_lens, q.device),
-            _cumulative(k_lens, q.device),
-            max(q_lens),
-            max(k_lens),
-            0.0,
-            causal,
-            torch.zeros(2, dtype=torch.uint64, device=q.device),
-            torch.empty(0, device=q.device),
-            scale=scale,
-            window_size_left=self.left,
-            window_size_right=0,
-        )
-        return tuple(part[..., :head_dim] for part in parts)
+        return cuda_flash_backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, **self._window)
 
 
 class PaddedKernel:

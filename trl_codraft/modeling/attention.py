@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .attention_kernels import AttentionKernel, accumulation_dtype, choose_kernel
+from .attention_kernels import AttentionKernel, choose_kernel
+from .branch import branch_gradients, merge_branch
 from .packing import PackedLayout
 
 
@@ -77,7 +78,8 @@ class _BranchAttention(torch.autograd.Function):
         branch_k, branch_v = _halves(branch)
         out, lse = kernel.forward(q, k, v, q_lens, k_lens, causal=True, scale=scale)
         if branch_k:
-            out, lse = _merge_branch(out, lse, q, branch_k, branch_v, scale)
+            out, lse = merge_branch(out, lse, q, branch_k, branch_v, scale)
+            out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *branch)
         ctx.settings = (kernel, q_lens, k_lens, scale)
         return out
@@ -91,47 +93,11 @@ class _BranchAttention(torch.autograd.Function):
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, q_lens, k_lens, causal=True, scale=scale)
         dbranch_k, dbranch_v = [], []
         if branch_k:
-            wide = accumulation_dtype(q.dtype)
-            grouped_q, grouped_dout = (_grouped(tensor.to(wide), k.shape[1]) for tensor in (q, dout))
-            grouped_dq = _grouped(dq.to(wide), k.shape[1])
-            delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
-            delta, grouped_lse = (_grouped(tensor.unsqueeze(-1), k.shape[1]) for tensor in (delta, lse))
-            for key, value in zip(branch_k, branch_v, strict=True):
-                key_row, value_row = key.to(wide).unsqueeze(2), value.to(wide).unsqueeze(2)
-                weight = torch.exp((grouped_q * key_row).sum(dim=-1, keepdim=True) * scale - grouped_lse)
-                dscore = weight * ((grouped_dout * value_row).sum(dim=-1, keepdim=True) - delta) * scale
-                grouped_dq = grouped_dq + dscore * key_row
-                dbranch_k.append((dscore * grouped_q).sum(dim=2).to(key.dtype))
-                dbranch_v.append((weight * grouped_dout).sum(dim=2).to(value.dtype))
-            dq = grouped_dq.flatten(1, 2).to(q.dtype)
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+            wide_dq = dq.to(lse.dtype)
+            dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, scale, wide_dq)
+            dq = wide_dq.to(q.dtype)
         return dq, dk, dv, None, None, None, None, *dbranch_k, *dbranch_v
-
-
-def _merge_branch(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    branch_k: Sequence[torch.Tensor],
-    branch_v: Sequence[torch.Tensor],
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp over trunk and branch, from those over the trunk."""
-    wide, num_kv_heads = lse.dtype, branch_k[0].shape[1]
-    grouped_q = _grouped(q.to(wide), num_kv_heads)
-    scores = [(grouped_q * key.to(wide).unsqueeze(2)).sum(dim=-1, keepdim=True) * scale for key in branch_k]
-    trunk_lse = _grouped(lse.unsqueeze(-1), num_kv_heads)
-    merged_lse = trunk_lse
-    for score in scores:
-        merged_lse = torch.logaddexp(merged_lse, score)
-    merged = torch.exp(trunk_lse - merged_lse) * _grouped(out.to(wide), num_kv_heads)
-    for score, value in zip(scores, branch_v, strict=True):
-        merged = merged + torch.exp(score - merged_lse) * value.to(wide).unsqueeze(2)
-    return merged.flatten(1, 2).to(out.dtype), merged_lse.flatten(1).contiguous()
-
-
-def _grouped(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """(Ts, Hq, X) -> (Ts, Hkv, G, X)."""
-    return rows.unflatten(1, (num_kv_heads, rows.shape[1] // num_kv_heads))
 
 
 def _halves(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

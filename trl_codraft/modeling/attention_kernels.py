@@ -117,7 +117,7 @@ class ChunkedKernel:
             chunk_lse = scores.logsumexp(dim=-1)
             probs = torch.exp(scores - chunk_lse.unsqueeze(-1))
             values = v[keys].to(probs.dtype)
-            out[rows] = _ungroup(torch.einsum("hgqk,khd->hgqd", probs, values)).to(q.dtype)
+            out[rows] = ungroup_heads(torch.einsum("hgqk,khd->hgqd", probs, values)).to(q.dtype)
             lse[rows] = chunk_lse.flatten(0, 1).T
         return out, lse
 
@@ -127,25 +127,25 @@ class ChunkedKernel:
         dq, dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
         delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
         for rows, keys, scores in self._chunks(q, k, q_lens, k_lens, causal, scale):
-            grouped_dout = _group(dout[rows].to(wide), k.shape[1])
-            probs = torch.exp(scores - _group(lse[rows].unsqueeze(-1), k.shape[1]))
+            grouped_dout = group_heads(dout[rows].to(wide), k.shape[1])
+            probs = torch.exp(scores - group_heads(lse[rows].unsqueeze(-1), k.shape[1]))
             dscores = torch.einsum("hgqd,khd->hgqk", grouped_dout, v[keys].to(wide))
-            dscores = probs * (dscores - _group(delta[rows].unsqueeze(-1), k.shape[1])) * scale
-            dq[rows] = _ungroup(torch.einsum("hgqk,khd->hgqd", dscores, k[keys].to(wide)))
-            dk[keys] += torch.einsum("hgqk,hgqd->khd", dscores, _group(q[rows].to(wide), k.shape[1]))
+            dscores = probs * (dscores - group_heads(delta[rows].unsqueeze(-1), k.shape[1])) * scale
+            dq[rows] = ungroup_heads(torch.einsum("hgqk,khd->hgqd", dscores, k[keys].to(wide)))
+            dk[keys] += torch.einsum("hgqk,hgqd->khd", dscores, group_heads(q[rows].to(wide), k.shape[1]))
             dv[keys] += torch.einsum("hgqk,hgqd->khd", probs, grouped_dout)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _chunks(self, q, k, q_lens, k_lens, causal, scale) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Query rows, the key rows they can see, and their scaled, masked scores (Hkv, G, q, k)."""
         wide = accumulation_dtype(q.dtype)
-        for queries, keys in _documents(q_lens, k_lens):
+        for queries, keys in documents(q_lens, k_lens):
             size = max(1, self.max_scores // ((keys.stop - keys.start) * q.shape[1]))
             for start in range(queries.start, queries.stop, size):
                 rows = slice(start, min(start + size, queries.stop))
                 # Distance from the document's end, where its last query and its last key meet.
                 seen = slice(keys.start, keys.stop - (queries.stop - rows.stop)) if causal else keys
-                scores = torch.einsum("hgqd,khd->hgqk", _group(q[rows].to(wide), k.shape[1]), k[seen].to(wide))
+                scores = torch.einsum("hgqd,khd->hgqk", group_heads(q[rows].to(wide), k.shape[1]), k[seen].to(wide))
                 scores = scores * scale
                 if causal:
                     num_rows, num_keys = scores.shape[-2:]
@@ -187,7 +187,7 @@ class SquareCausalKernel:
     def _blocks(self, q_lens, k_lens, causal) -> Iterator[tuple[list[range], list[range], bool]]:
         """At most two groups of documents: (query rows, key rows, causal)."""
         prefix, suffix = [], []
-        for queries, keys in _documents(q_lens, k_lens):
+        for queries, keys in documents(q_lens, k_lens):
             queries, keys = range(queries.start, queries.stop), range(keys.start, keys.stop)
             if not causal:
                 prefix.append((queries, keys))
@@ -210,7 +210,7 @@ class CpuFlashKernel(SquareCausalKernel):
     def _block_forward(self, q, k, v, q_lens, k_lens, causal, scale):
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-        for queries, keys in _documents(q_lens, k_lens):
+        for queries, keys in documents(q_lens, k_lens):
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _heads_first(q[queries]), _heads_first(k[keys]), _heads_first(v[keys]), 0.0, causal, scale=scale
             )
@@ -220,7 +220,7 @@ class CpuFlashKernel(SquareCausalKernel):
 
     def _block_backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for queries, keys in _documents(q_lens, k_lens):
+        for queries, keys in documents(q_lens, k_lens):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(dout[queries]),
                 _heads_first(q[queries]),
@@ -244,46 +244,57 @@ class CudaFlashKernel(SquareCausalKernel):
     """
 
     def _block_forward(self, q, k, v, q_lens, k_lens, causal, scale):
-        head_dim = q.shape[-1]
-        q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            _cumulative(q_lens, q.device),
-            _cumulative(k_lens, q.device),
-            max(q_lens),
-            max(k_lens),
-            0.0,
-            causal,
-            return_debug_mask=False,
-            scale=scale,
-        )
-        return out[..., :head_dim], lse.T
+        return cuda_flash_forward(q, k, v, q_lens, k_lens, causal, scale)
 
     def _block_backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale):
-        head_dim = q.shape[-1]
-        dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
+        return cuda_flash_backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale)
+
+
+def cuda_flash_forward(q, k, v, q_lens, k_lens, causal, scale, **window):
+    """Output and log-sum-exp of non-empty documents; `window` holds the operator's own arguments for one."""
+    head_dim = q.shape[-1]
+    q, k, v = (pad_head_dim(tensor) for tensor in (q, k, v))
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        cumulative_lens(q_lens, q.device),
+        cumulative_lens(k_lens, q.device),
+        max(q_lens),
+        max(k_lens),
+        0.0,
+        causal,
+        return_debug_mask=False,
+        scale=scale,
+        **window,
+    )
+    return out[..., :head_dim], lse.T
+
+
+def cuda_flash_backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, **window):
+    """Gradients of [`cuda_flash_forward`] for an output and log-sum-exp that may cover further keys."""
+    head_dim = q.shape[-1]
+    dout, q, k, v, out = (pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
+    parts = torch.ops.aten._flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.T.contiguous(),
+        cumulative_lens(q_lens, q.device),
+        cumulative_lens(k_lens, q.device),
+        max(q_lens),
+        max(k_lens),
+        0.0,
+        causal,
         # Without dropout the kernel does not read the random state; these are the placeholders torch itself passes.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        parts = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse.T.contiguous(),
-            _cumulative(q_lens, q.device),
-            _cumulative(k_lens, q.device),
-            max(q_lens),
-            max(k_lens),
-            0.0,
-            causal,
-            rng_state,
-            torch.empty(0, device=q.device),
-            scale=scale,
-        )
-        return tuple(part[..., :head_dim] for part in parts)
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+        scale=scale,
+        **window,
+    )
+    return tuple(part[..., :head_dim] for part in parts)
 
 
 def choose_kernel(q: torch.Tensor) -> AttentionKernel:
@@ -306,7 +317,7 @@ def choose_kernel(q: torch.Tensor) -> AttentionKernel:
     return ChunkedKernel()
 
 
-def _documents(q_lens: Sequence[int], k_lens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+def documents(q_lens: Sequence[int], k_lens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
     """Query and key rows of each document that has both."""
     q_start = k_start = 0
     for q_len, k_len in zip(q_lens, k_lens, strict=True):
@@ -323,12 +334,12 @@ def _index(pieces: list[range], like: torch.Tensor) -> slice | torch.Tensor:
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(like.device)
 
 
-def _group(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def group_heads(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """(q, Hq, X) -> (Hkv, G, q, X): query heads beside the key head they share."""
     return rows.view(rows.shape[0], num_kv_heads, rows.shape[1] // num_kv_heads, rows.shape[2]).permute(1, 2, 0, 3)
 
 
-def _ungroup(rows: torch.Tensor) -> torch.Tensor:
+def ungroup_heads(rows: torch.Tensor) -> torch.Tensor:
     """(Hkv, G, q, X) -> (q, Hq, X)."""
     return rows.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -338,11 +349,11 @@ def _heads_first(rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1).unsqueeze(0)
 
 
-def _pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
+def pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
     """Zeros up to the next multiple of 8; they change no score and are cut off again."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).contiguous()
 
 
-def _cumulative(lens: list[int], device: torch.device) -> torch.Tensor:
+def cumulative_lens(lens: list[int], device: torch.device) -> torch.Tensor:
     """int32 offsets [0, l0, l0+l1, ...] as the packed kernels want them."""
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)

@@ -27,7 +27,7 @@ def merge_branch(
 
     Args:
         out (`torch.Tensor` of shape `(Ts, Hq, Dv)`), lse (`torch.Tensor` of shape `(Ts, Hq)`):
-            Output and log-sum-exp over the trunk, in the accumulation dtype; `-inf` where nothing is seen.
+            Output and log-sum-exp over the trunk, the latter in the accumulation dtype, `-inf` where nothing is seen.
         q (`torch.Tensor` of shape `(Ts, Hq, D)`):
             Queries.
         branch_k, branch_v (`Sequence[torch.Tensor]` of shape `(Ts, Hkv, D)`, `(Ts, Hkv, Dv)`):
@@ -44,7 +44,7 @@ def merge_branch(
     merged_lse = trunk_lse
     for score in scores:
         merged_lse = torch.logaddexp(merged_lse, score)
-    merged = torch.exp(trunk_lse - merged_lse) * _grouped(out, num_kv_heads)
+    merged = torch.exp(trunk_lse - merged_lse) * _grouped(out.to(lse.dtype), num_kv_heads)
     for score, value in zip(scores, branch_v, strict=True):
         merged = merged + torch.exp(score - merged_lse) * _key_row(value, lse.dtype)
     return merged.flatten(1, 2), merged_lse.flatten(1)
@@ -58,7 +58,8 @@ def branch_gradients(
     lse: torch.Tensor,
     delta: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    dq: torch.Tensor,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
     The branch's part of the backward.
 
@@ -69,23 +70,25 @@ def branch_gradients(
             See [`merge_branch`].
         lse, delta (`torch.Tensor` of shape `(Ts, Hq)`):
             Log-sum-exp over all keys, and `rowsum(dout * out)`.
+        dq (`torch.Tensor` of shape `(Ts, Hq, D)`):
+            Gradient of the queries so far, in the accumulation dtype; the branch's part is added in place.
 
     Returns:
-        `tuple`: `dq` in the accumulation dtype, and the gradients of keys and values in theirs.
+        `tuple`: the gradients of keys and values in their dtypes.
     """
     num_kv_heads = branch_k[0].shape[1]
     grouped_q, grouped_dout = (_grouped(tensor.to(lse.dtype), num_kv_heads) for tensor in (q, dout))
     delta, lse = (_grouped(tensor.unsqueeze(-1), num_kv_heads) for tensor in (delta, lse))
-    dq = torch.zeros_like(grouped_q)
+    grouped_dq = _grouped(dq, num_kv_heads)
     dbranch_k, dbranch_v = [], []
     for key, value in zip(branch_k, branch_v, strict=True):
         key_row, value_row = _key_row(key, lse.dtype), _key_row(value, lse.dtype)
         weight = torch.exp((grouped_q * key_row).sum(dim=-1, keepdim=True) * scale - lse)
         dscore = weight * ((grouped_dout * value_row).sum(dim=-1, keepdim=True) - delta) * scale
-        dq += dscore * key_row
+        grouped_dq += dscore * key_row
         dbranch_k.append((dscore * grouped_q).sum(dim=2).to(key.dtype))
         dbranch_v.append((weight * grouped_dout).sum(dim=2).to(value.dtype))
-    return dq.flatten(1, 2), dbranch_k, dbranch_v
+    return dbranch_k, dbranch_v
 
 
 def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
