@@ -2,10 +2,14 @@
 
 import os
 from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from accelerate import ParallelismConfig
+from accelerate.commands.config import load_config_from_file
+from accelerate.utils.launch import prepare_extend_env_parallelism_config
 from grpo_runs import settings
 from trl import GRPOConfig, TrlParser
 
@@ -151,3 +155,14 @@ def test_parallelism_without_context_is_passed_on(tmp_path):
     config = CoDraftGRPOConfig(**settings(tmp_path, parallelism_config=given))
     assert config.parallelism_config is given
     assert config.context_parallel_size == 1
+
+
+def test_example_for_accelerate_launch_asks_for_context_parallelism(tmp_path, monkeypatch):
+    example = Path(__file__).resolve().parents[2] / "examples" / "accelerate_configs" / "context_parallel.yaml"
+    arguments = load_config_from_file(str(example))
+    assert arguments.num_processes % arguments.parallelism_config["parallelism_config_cp_size"] == 0
+    launched = SimpleNamespace(**arguments.parallelism_config)
+    for name, value in prepare_extend_env_parallelism_config(launched, {}).items():
+        monkeypatch.setenv(name, value)
+    config = CoDraftGRPOConfig(**settings(tmp_path))
+    assert (config.context_parallel_size, config.parallelism_config) == (4, None)
