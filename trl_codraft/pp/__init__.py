@@ -8,13 +8,19 @@ from .gloo import GlooTransport
 from .message import TapChannelError, TapMismatch, TapTimeout
 from .order import Action, required_slots, schedule_order
 from .plan import Tap, TapPlan
+from .rows import Rows, pad_microbatches
+from .schedule import Pipeline
 from .shared_memory import SharedMemoryTransport
+from .split import PolicyStage, balance_layers, head_cost_of, split_policy, sum_tied_gradients, verify_split
 from .tap_channel import TapChannel
 
 
 __all__ = [
     "Action",
     "GlooTransport",
+    "Pipeline",
+    "PolicyStage",
+    "Rows",
     "SharedMemoryTransport",
     "Tap",
     "TapChannel",
@@ -22,6 +28,12 @@ __all__ = [
     "TapMismatch",
     "TapPlan",
     "TapTimeout",
+    "balance_layers",
+    "head_cost_of",
+    "pad_microbatches",
     "required_slots",
     "schedule_order",
+    "split_policy",
+    "sum_tied_gradients",
+    "verify_split",
 ]

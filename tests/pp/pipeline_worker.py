@@ -1,0 +1,325 @@
+"""
+Ranks of `test_pipeline.py`: `python pipeline_worker.py FOLDER CASES...` runs policies under a pipeline, taps over a
+channel, and each rank compares with the whole policy in its own process: taps to the bit, losses, gradients.
+"""
+
+import os
+import random
+import signal
+import sys
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from channel_cases import TRANSPORTS
+from forked import fork_ranks
+from tiny import tiny_policy
+
+from trl_codraft.modeling.taps import TapRecorder
+from trl_codraft.pp import (
+    Pipeline,
+    Rows,
+    TapChannel,
+    TapPlan,
+    pad_microbatches,
+    split_policy,
+    sum_tied_gradients,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    num_ranks: int
+    layers: tuple
+    schedule: str = "1F1B"
+    model: str = "llama"
+    taps: tuple = (0, 1, 3, 4)
+    microbatches: int = 4
+    transport: str = "shared memory"
+    checkpointing: str | None = None
+    slots: int | None = None
+    dtype: torch.dtype = torch.float32
+    overrides: tuple = ()
+
+
+LAYERS_4 = (1, 1, 1, 1)
+ARCHITECTURES = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gemma": {},
+    "gemma2": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "smollm3": {},
+    "phi3": {"sliding_window": 6},
+    "olmo2": {},
+}
+CASES = {
+    "1F1B, 2 ranks": Case(2, (2, 2)),
+    "1F1B, 3 ranks, gloo": Case(3, (1, 2, 1), transport="gloo", taps=(1, 2, 3)),
+    "1F1B, 4 ranks": Case(4, LAYERS_4),
+    "GPipe, 2 ranks, gloo": Case(2, (2, 2), "GPipe", transport="gloo"),
+    "GPipe, 4 ranks": Case(4, LAYERS_4, "GPipe", microbatches=3),
+    "interleaved": Case(2, LAYERS_4, "Interleaved1F1B"),
+    "interleaved, gloo, fewest slots": Case(2, LAYERS_4, "Interleaved1F1B", transport="gloo", slots=2),
+    "one slot": Case(3, (1, 1, 2), slots=1, microbatches=5),
+    "checkpointing": Case(2, (2, 2), checkpointing="non-reentrant"),
+    "reentrant checkpointing": Case(2, (2, 2), checkpointing="reentrant"),
+    "interleaved, checkpointing": Case(2, LAYERS_4, "Interleaved1F1B", checkpointing="non-reentrant"),
+    "bf16": Case(2, (2, 2), dtype=torch.bfloat16),
+    **{
+        name: Case(2, (3, 1), model=name, microbatches=2, overrides=tuple(overrides.items()))
+        for name, overrides in ARCHITECTURES.items()
+    },
+}
+# A choice for every run of the tests; `test_pipeline.py` marks the others slow.
+USUAL = [
+    "1F1B, 2 ranks",
+    "1F1B, 3 ranks, gloo",
+    "GPipe, 4 ranks",
+    "interleaved",
+    "interleaved, gloo, fewest slots",
+    "one slot",
+    "checkpointing",
+    "reentrant checkpointing",
+    "gemma2",
+    "qwen2",
+    "phi3",
+]
+
+
+def policy_of(case):
+    return tiny_policy(case.model, dtype=case.dtype, seed=3, scale=2.0, **dict(case.overrides)).train()
+
+
+def ragged_microbatches(case, step):
+    """Prompts padded on the left, completions on the right; other lengths in every microbatch and step."""
+    draw = random.Random(step)
+    batches = []
+    for number in range(case.microbatches):
+        prompt, completion = draw.randint(3, 9), draw.randint(3, 8)
+        rows = 2 if number else 3
+        ids, mask = torch.zeros(2, rows, prompt + completion, dtype=torch.long)
+        for row in range(rows):
+            start, end = draw.randint(0, prompt - 1), prompt + draw.randint(1, completion)
+            mask[row, start:end] = 1
+            ids[row, start:end] = torch.tensor([draw.randint(3, 103) for _ in range(end - start)])
+        batches.append(Rows(ids, mask, completion))
+    return batches
+
+
+def score(policy, arguments, extras):
+    """Log-probs of the completion columns, as many as the padded microbatches have."""
+    keep = extras["keep"].shape[1]
+    logits = policy(**arguments, logits_to_keep=keep + 1).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(-1, extras["input_ids"][:, -keep:, None])[..., 0]
+
+
+def inputs_of(rows):
+    keep = torch.zeros(len(rows.input_ids), rows.completion_length, dtype=torch.uint8)
+    return {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "keep": keep}
+
+
+def loss_of(batches, padded):
+    """The loss of a microbatch: a weighted mean over its own completion tokens."""
+
+    def loss(number, output):
+        own = batches[number]
+        rows, columns = own.input_ids.shape[0], own.completion_length
+        mask = own.attention_mask[:, -columns:]
+        weights = torch.linspace(-1, 1, rows)[:, None] * mask
+        return (output[:rows, :columns] * weights).sum() / mask.sum()
+
+    return loss
+
+
+def whole_step(policy, recorder, batches, padded):
+    """The same in one process: taps of every microbatch, losses; gradients stay in the policy."""
+    loss, taps, losses = loss_of(batches, padded), [], []
+    for number, rows in enumerate(padded):
+        arguments = inputs_of(rows)
+        with recorder.record() as record:
+            model_inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "use_cache": False}
+            value = loss(number, score(policy, model_inputs, arguments))
+        value.backward()
+        taps.append(record.taps)
+        losses.append(value.detach())
+    return taps, losses
+
+
+def set_checkpointing(policy, how):
+    if how is not None:
+        policy.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+        if how == "reentrant":
+            policy.enable_input_require_grads()
+
+
+def build(rank, case, groups):
+    stages = []
+    for index in range(rank, len(case.layers), case.num_ranks):
+        policy = policy_of(case)
+        stages.append(split_policy(policy, case.layers, index, score))
+        set_checkpointing(policy, case.checkpointing)
+    plan = TapPlan.for_layers(
+        case.taps,
+        case.layers,
+        policy.config.hidden_size,
+        case.dtype,
+        num_ranks=case.num_ranks,
+        num_microbatches=case.microbatches,
+        schedule=case.schedule,
+        slots=case.slots,
+    )
+    numbers = [stage.index for stage in stages]
+    channel = TapChannel(plan, numbers, TRANSPORTS[case.transport](groups[1]), timeout=20.0)
+    pipeline = Pipeline(
+        stages,
+        groups[0],
+        hidden_size=policy.config.hidden_size,
+        dtype=case.dtype,
+        device=torch.device("cpu"),
+        schedule=case.schedule,
+        channel=channel,
+    )
+    return stages, channel, pipeline
+
+
+def compare_gradients(stages, whole):
+    """Largest difference of the gradients of this rank's parameters, and of their names to the whole policy's."""
+    names = dict(whole.named_parameters())
+    worst = 0.0
+    for stage in stages:
+        for name, parameter in stage.policy.named_parameters():
+            expected = names[name].grad
+            worst = max(
+                worst, (parameter.grad - expected).abs().max().item() / expected.abs().max().clamp(min=1).item()
+            )
+    return worst
+
+
+def run_case(rank, world_size, case):
+    groups = [dist.new_group(list(range(world_size)), backend="gloo") for _ in range(2)]
+    stages, channel, pipeline = build(rank, case, groups)
+    whole = policy_of(case)
+    recorder = TapRecorder(whole, case.taps)
+    result = {"taps": [], "losses": [], "evaluations": [], "bytes": []}
+    for step in range(2):
+        batches = ragged_microbatches(case, step)
+        padded = pad_microbatches(batches, bucket=8 if step else 32)
+        inputs = [inputs_of(rows) for rows in padded]
+        # An evaluation in between, of another number of microbatches, which the channel must not notice.
+        evaluated = pipeline.forward(inputs[:2])
+        with torch.no_grad():
+            for number, output in enumerate(evaluated):
+                arguments = {name: inputs[number][name] for name in ("input_ids", "attention_mask")}
+                expected = score(whole, {**arguments, "use_cache": False}, inputs[number])
+                result["evaluations"].append(torch.equal(output, expected))
+        sent = channel.bytes_sent
+        losses = pipeline.step(inputs, loss_of(batches, padded))
+        taps, expected_losses = whole_step(whole, recorder, batches, padded)
+        shape = padded[0].input_ids.shape
+        tap_bytes = shape[0] * shape[1] * whole.config.hidden_size * case.dtype.itemsize
+        taps_sent = sum(len(channel.plan.taps_of(lane.stage)) for lane in channel.plan.lanes if lane.source == rank)
+        result["bytes"].append((channel.bytes_sent - sent, len(inputs) * taps_sent * tap_bytes))
+        if pipeline.has_last:
+            for number in range(len(inputs)):
+                for got, expected in zip(channel.take(number), taps[number], strict=True):
+                    result["taps"].append(torch.equal(got, expected) and got.dtype == expected.dtype)
+            result["losses"] += [(a - b).abs().item() for a, b in zip(losses, expected_losses, strict=True)]
+    # Two steps have accumulated.
+    if whole.config.tie_word_embeddings and rank in (0, (len(case.layers) - 1) % case.num_ranks):
+        tied = stages[0 if rank == 0 else -1].policy.get_input_embeddings().weight
+        sum_tied_gradients(tied, 0, (len(case.layers) - 1) % case.num_ranks, groups[0])
+    result["gradients"] = compare_gradients(stages, whole)
+    result["names"] = sorted(set().union(*(stage.policy.state_dict() for stage in stages)))
+    result["all_names"] = sorted(whole.state_dict())
+    channel.close()
+    return result
+
+
+def without_channel(rank, world_size):
+    """A pipeline alone: what it refuses on both ranks alike, that it goes on afterwards, and how many shapes it keeps."""
+    case = CASES["1F1B, 2 ranks"]
+    group = dist.new_group([0, 1], backend="gloo")
+    stage = split_policy(policy_of(case), case.layers, rank, score)
+    settings = {"hidden_size": 32, "dtype": torch.float32, "device": torch.device("cpu"), "max_shapes": 3}
+    pipeline = Pipeline([stage], group, **settings)
+    whole, messages = policy_of(case), []
+    inputs = [inputs_of(rows) for rows in pad_microbatches(ragged_microbatches(case, 0))]
+    narrow = {name: value[:, :8] for name, value in inputs[0].items()}
+
+    def attempt(act):
+        try:
+            act()
+        except ValueError as error:
+            messages.append(str(error))
+
+    loss = loss_of(ragged_microbatches(case, 0), None)
+    pipeline.step(inputs, loss)
+    attempt(lambda: pipeline.step([*inputs[:3], narrow], loss))
+    kept = [len(pipeline._prepared)]
+    attempt(lambda: pipeline.step(inputs[:1], loss))
+    attempt(lambda: pipeline.forward([{**inputs[0], "position_ids": torch.arange(64)[None]}]))
+    attempt(lambda: Pipeline([stage], group, schedule="ZBVZeroBubble", **settings))
+    attempt(lambda: Pipeline([stage], group, schedule="Interleaved1F1B", **settings))
+    other = split_policy(policy_of(case), case.layers, 1 - rank, score)
+    attempt(lambda: Pipeline([other], group, **settings))
+    for step in range(5):
+        batches = ragged_microbatches(case, step)
+        padded = pad_microbatches(batches, bucket=1)
+        pipeline.step([inputs_of(rows) for rows in padded], loss_of(batches, padded))
+        kept.append(len(pipeline._prepared))
+    recorder = TapRecorder(whole, case.taps)
+    for step, bucket in ((0, 64), *((step, 1) for step in range(5))):
+        batches = ragged_microbatches(case, step)
+        whole_step(whole, recorder, batches, pad_microbatches(batches, bucket=bucket))
+    return messages, kept, compare_gradients([stage], whole)
+
+
+def run_rank(rank, world_size, cases):
+    return {case: run_case(rank, world_size, CASES[case]) for case in cases}
+
+
+def failing_pipeline(rank, world_size, fault):
+    """Three ranks; in the second step one of them fails while the others wait for it, in the pipeline or the channel."""
+    case = CASES["one slot"]
+    timeout = timedelta(seconds=8)
+    groups = [dist.new_group([0, 1, 2], backend="gloo", timeout=timeout) for _ in range(2)]
+    stages, channel, pipeline = build(rank, case, groups)
+    batches = ragged_microbatches(case, 0)
+    padded = pad_microbatches(batches, bucket=8)
+    inputs = [inputs_of(rows) for rows in padded]
+    pipeline.step(inputs, loss_of(batches, padded))
+    channel.discard()
+    if rank == 1:
+        layer = stages[0].layers[1]
+        calls = iter(range(100))
+
+        def hook(module, args):
+            if next(calls) == 2:
+                if fault == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ZeroDivisionError("layer 1 is broken")
+
+        layer.register_forward_pre_hook(hook)
+    pipeline.step(inputs, loss_of(batches, padded))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    chosen = {"usual": USUAL, "others": [case for case in CASES if case not in USUAL]}.get(sys.argv[2], sys.argv[2:])
+    outcomes = {}
+    # Cases of as many ranks run one after the other in the same processes.
+    for size in sorted({CASES[case].num_ranks for case in chosen}):
+        cases = [case for case in chosen if CASES[case].num_ranks == size]
+        ranks = fork_ranks(run_rank, size, folder / f"{size}-ranks", cases, timeout=200)
+        for case in cases:
+            outcomes[case] = [replace(rank, result=(rank.result or {}).get(case)) for rank in ranks]
+    if chosen is USUAL:
+        outcomes["without channel"] = fork_ranks(without_channel, 2, folder / "without-channel")
+        for fault in ("killed", "broken"):
+            outcomes[fault] = fork_ranks(failing_pipeline, 3, folder / fault, fault, timeout=60)
+    torch.save(outcomes, folder / "outcomes.pt")

@@ -1,0 +1,180 @@
+"""Policies under a pipeline against the whole policy in one process: taps, losses, gradients, names."""
+
+import re
+
+import pytest
+import torch
+from forked import run_script, succeeded
+from pipeline_worker import ARCHITECTURES, CASES, USUAL, ragged_microbatches
+from tiny import tiny_policy
+
+from trl_codraft.pp import Rows, balance_layers, head_cost_of, pad_microbatches, split_policy, verify_split
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_script("pipeline_worker.py", tmp_path_factory.mktemp("pipeline"), "usual", timeout=280)
+
+
+@pytest.fixture(scope="module")
+def other_outcomes(tmp_path_factory):
+    return run_script("pipeline_worker.py", tmp_path_factory.mktemp("pipeline"), "others", timeout=280)
+
+
+@pytest.mark.parametrize("case", USUAL)
+def test_pipeline_equals_one_process(outcomes, case):
+    require_equality(outcomes, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in USUAL])
+def test_other_pipelines_equal_one_process(other_outcomes, case):
+    require_equality(other_outcomes, case)
+
+
+def require_equality(outcomes, case):
+    results = succeeded(outcomes[case])
+    settings = CASES[case]
+    last = results[(len(settings.layers) - 1) % settings.num_ranks]
+    # Two steps of other shapes, an evaluation of two microbatches before each.
+    assert len(last["taps"]) == 2 * settings.microbatches * len(settings.taps)
+    assert all(last["taps"])
+    assert last["evaluations"] == [True] * 4
+    assert len(last["losses"]) == 2 * settings.microbatches
+    assert max(last["losses"]) <= 1e-6
+    assert max(result["gradients"] for result in results) <= 1e-6
+    for result in results:
+        for sent, formula in result["bytes"]:
+            assert sent == formula
+    assert sum(sent for result in results for sent, _ in result["bytes"]) > 0
+
+
+@pytest.mark.parametrize("case", ["1F1B, 2 ranks", "interleaved", "gemma2"])
+def test_names_of_all_stages_together_are_those_of_the_policy(outcomes, case):
+    results = succeeded(outcomes[case])
+    assert sorted(set().union(*(result["names"] for result in results))) == results[0]["all_names"]
+
+
+def test_pipeline_refuses_by_name_and_goes_on(outcomes):
+    for rank, (messages, kept, gradients) in enumerate(succeeded(outcomes["without channel"])):
+        expected = [
+            "one shape, but number 3 has",
+            "at least as many microbatches as stages, got 1",
+            "`position_ids` of shape (1, 64) needs 3 rows",
+            "'ZBVZeroBubble' is not supported",
+            "at least twice as many",
+            f"Rank {rank} of 2 was given the stages [{1 - rank}]",
+        ]
+        assert len(messages) == len(expected)
+        for message, text in zip(messages, expected, strict=True):
+            assert text in message
+        # Nothing is kept after an exception, and three shapes at most.
+        assert kept[0] == 0
+        assert max(kept) == 3
+        assert gradients <= 1e-6
+
+
+@pytest.mark.parametrize("fault", ["killed", "broken"])
+def test_a_rank_that_fails_in_the_pipeline_ends_all_ranks(outcomes, fault):
+    ranks = outcomes[fault]
+    assert [rank.exitcode for rank in ranks] == [1, -9 if fault == "killed" else 1, 1]
+    for rank in (0, 2):
+        assert ranks[rank].seconds < 18
+    if fault == "broken":
+        assert "ZeroDivisionError: layer 1 is broken" in ranks[1].errors
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_split_of_two_layers_is_verified(model):
+    verify_split(tiny_policy(model, **ARCHITECTURES[model]))
+
+
+def granite():
+    return tiny_policy("granite", embedding_multiplier=12.0)
+
+
+def shared_cache():
+    policy = tiny_policy("llama")
+    policy.config.num_kv_shared_layers = 2
+    return policy
+
+
+def router_loss():
+    return tiny_policy("mixtral", output_router_logits=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (granite, "logits of two stages differ from those of the whole model by up to .*scaling embeddings"),
+        (shared_cache, "share keys and values"),
+        (router_loss, "load-balancing loss"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused_by_name(policy, message):
+    with pytest.raises(ValueError, match=message + "|" + message + ".*pipeline_parallel_size=1"):
+        verify_split(policy())
+
+
+def test_verification_leaves_policy_and_random_state_alone():
+    policy = tiny_policy("gemma3_text")
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    torch.manual_seed(5)
+    verify_split(policy)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+
+
+@pytest.mark.parametrize("layers", [(2, 3), (4, 0), (1, 1, 1)])
+def test_layers_that_do_not_add_up_are_refused(layers):
+    with pytest.raises(ValueError, match=re.escape(f"`layers_per_stage={list(layers)}` does not split 4 layers")):
+        split_policy(tiny_policy("llama"), layers, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "costs", "expected"),
+    [
+        (32, 4, {}, (8, 8, 8, 8)),
+        (34, 4, {}, (8, 8, 9, 9)),
+        (32, 4, {"head_cost": 3.0, "draft_cost": 1.0}, (9, 9, 9, 5)),
+        (6, 3, {"head_cost": 100.0}, (2, 3, 1)),
+    ],
+)
+def test_layers_are_balanced_with_head_and_draft_counted(num_layers, num_stages, costs, expected):
+    layers = balance_layers(num_layers, num_stages, **costs)
+    assert layers == expected
+    # No other split has a faster slowest stage.
+    extra = [0.0] * (num_stages - 1) + [sum(costs.values())]
+    slowest = max(own + more for own, more in zip(layers, extra, strict=True))
+    average = (num_layers - layers[-1]) / (num_stages - 1)
+    assert slowest - max(average, layers[-1] + extra[-1]) < 1
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="4 layers cannot be split into 5 stages"):
+        balance_layers(4, 5)
+
+
+def test_the_cost_of_a_head_is_in_layers():
+    policy = tiny_policy("llama")
+    # 104 x 32 weights; a layer has q, o 32 x 32, k, v 16 x 32, three 48 x 32 and two norms.
+    assert head_cost_of(policy) == 104 * 32 / (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32)
+
+
+def test_padding_keeps_rows_and_rounds_columns_up():
+    batches = [*ragged_microbatches(CASES["1F1B, 2 ranks"], 0)[:2]]
+    batches.append(Rows(torch.full((1, 5), 7), torch.ones(1, 5, dtype=torch.long), 4))
+    padded = pad_microbatches(batches, bucket=16, pad_token_id=9)
+    assert len({(rows.input_ids.shape, rows.attention_mask.shape, rows.completion_length) for rows in padded}) == 1
+    assert padded[0].input_ids.shape[1] % 16 == 0
+    for own, rows in zip(batches, padded, strict=True):
+        start = rows.input_ids.shape[1] - rows.completion_length - (own.input_ids.shape[1] - own.completion_length)
+        window = (slice(None, len(own.input_ids)), slice(start, start + own.input_ids.shape[1]))
+        assert torch.equal(rows.input_ids[window], own.input_ids)
+        assert torch.equal(rows.attention_mask[window], own.attention_mask)
+        assert rows.attention_mask.sum(1)[: len(own.input_ids)].tolist() == own.attention_mask.sum(1).tolist()
+        # Rows that are missing repeat the first, so that no row is without tokens.
+        assert (rows.attention_mask.sum(1) > 0).all()
+    assert (padded[2].input_ids[:, 0] == 9).all()

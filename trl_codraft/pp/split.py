@@ -1,0 +1,280 @@
+"""
+A policy split by decoder layers. A stage is the whole model with what it does not own replaced by a module that passes its
+input on: the model's own forward runs on every stage, so masks, rotary embeddings and window patterns are its own, and
+parameters keep their names and layers their indices.
+
+Shapes: `B` rows, `S` columns, `H` hidden size, `V` vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..modeling.taps import decoder_of
+
+
+# Of the self-test: rows of different lengths, padded on the left; a vocabulary and a window that are cheap.
+TEST_LENGTHS, TEST_VOCABULARY, TEST_WINDOW = (12, 7), 64, 4
+# Largest difference that the order of floating-point operations may make, in units of the dtype's precision.
+TEST_TOLERANCE = 100
+
+
+class PassThrough(nn.Module):
+    """Stands where another stage owns a module."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden
+
+
+class PolicyStage(nn.Module):
+    """
+    One stage of a policy.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy, what this stage does not own replaced: see [`split_policy`].
+        index (`int`), num_stages (`int`):
+            Which stage.
+        score (`Callable`, *optional*):
+            What the last stage returns: called with the policy, the arguments of its forward (`inputs_embeds`, masks) and
+            what else the microbatch holds. Return per-token values, not logits: a schedule keeps the outputs of several
+            microbatches. If `None`, the logits.
+    """
+
+    def __init__(self, policy: nn.Module, index: int, num_stages: int, score: Callable | None = None):
+        super().__init__()
+        self.policy = policy
+        self.index = index
+        self.num_stages = num_stages
+        self.score = score
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, as many as in the whole policy."""
+        return decoder_of(self.policy).layers
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **extras: torch.Tensor,
+    ) -> torch.Tensor:
+        """
+        Args:
+            inputs (`torch.Tensor`):
+                Token ids `(B, S)` on the first stage, the hidden states `(B, S, H)` of the stage before on others.
+            attention_mask (`torch.LongTensor` of shape `(B, S)`), position_ids (`torch.LongTensor` of shape `(B, S)`):
+                As the policy takes them.
+            extras (`torch.Tensor`):
+                For `score`, on the last stage.
+
+        Returns:
+            `torch.Tensor`: hidden states `(B, S, H)`; on the last stage, what `score` returns.
+        """
+        arguments = {
+            "input_ids" if self.is_first else "inputs_embeds": inputs,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "use_cache": False,
+        }
+        if not self.is_last:
+            return decoder_of(self.policy)(**arguments).last_hidden_state
+        if self.score is None:
+            return self.policy(**arguments).logits
+        return self.score(self.policy, arguments, extras)
+
+
+def split_policy(
+    policy: nn.Module, layers_per_stage: Sequence[int], stage: int, score: Callable | None = None
+) -> PolicyStage:
+    """
+    Makes a stage of a policy, in place: what other stages own is dropped. To be done before optimizers, adapters and
+    wrappers see the parameters.
+
+    Tied embeddings are kept on the first and the last stage: see [`sum_tied_gradients`].
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            A causal language model.
+        layers_per_stage (`Sequence[int]`):
+            Number of decoder layers of every stage.
+        stage (`int`):
+            Which one to make.
+        score (`Callable`, *optional*):
+            As in [`PolicyStage`].
+
+    Returns:
+        [`PolicyStage`]
+
+    Raises:
+        ValueError: if the layers do not add up, or the model cannot be split.
+    """
+    decoder = decoder_of(policy)
+    num_layers, last = len(decoder.layers), len(layers_per_stage) - 1
+    if sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
+        raise ValueError(
+            f"`layers_per_stage={list(layers_per_stage)}` does not split {num_layers} layers: every stage needs at least "
+            f"one and their sum must be {num_layers}."
+        )
+    require_known_parts(policy)
+    start = sum(layers_per_stage[:stage])
+    for index in range(num_layers):
+        if not start <= index < start + layers_per_stage[stage]:
+            decoder.layers[index] = PassThrough()
+    if stage != 0 and not (stage == last and policy.config.tie_word_embeddings):
+        decoder.embed_tokens = PassThrough()
+    if stage != last:
+        decoder.norm = PassThrough()
+        policy.set_output_embeddings(PassThrough())
+    return PolicyStage(policy, stage, last + 1, score)
+
+
+def require_known_parts(policy: nn.Module) -> None:
+    """
+    Refuses, by name, models whose layers pass more than hidden states on. What else may be wrong, [`verify_split`] finds.
+
+    Raises:
+        ValueError: saying what the model has, and what to set instead.
+    """
+    decoder, config = decoder_of(policy), policy.config
+    parts = dict(decoder.named_children())
+    reasons = {
+        "its decoder has no `embed_tokens` and `norm`": not {"embed_tokens", "norm"} <= set(parts),
+        "its layers share keys and values across stages": bool(getattr(config, "num_kv_shared_layers", 0)),
+        "its layers read inputs per layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
+        "its experts have a load-balancing loss over all layers": bool(getattr(config, "output_router_logits", False)),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(
+                f"{type(policy).__name__} cannot be split into pipeline stages: {reason}. Set "
+                "`pipeline_parallel_size=1` (and `context_parallel_size` for long sequences)."
+            )
+
+
+@torch.no_grad()
+def verify_split(policy: nn.Module) -> None:
+    """
+    Splits a copy of the policy that has two layers, and compares with its whole forward on rows padded on the left.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy; only its class, config, device and dtype matter.
+
+    Raises:
+        ValueError: if the split model computes something else.
+    """
+    require_known_parts(policy)
+    config = _two_layer_config(policy.config)
+    device, dtype = policy.device, policy.dtype
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        whole = type(policy)._from_config(config, dtype=dtype).to(device).eval()
+        ids = torch.randint(3, TEST_VOCABULARY, (len(TEST_LENGTHS), max(TEST_LENGTHS)), device=device)
+    lengths = torch.tensor(TEST_LENGTHS, device=device)
+    mask = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
+    expected = whole(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    hidden = ids
+    for stage in range(2):
+        # Parameters are shared with the whole model, not copied.
+        shared = {id(parameter): parameter for parameter in whole.parameters()}
+        hidden = split_policy(copy.deepcopy(whole, shared), (1, 1), stage)(hidden, attention_mask=mask)
+    real = mask.bool()
+    difference = (hidden - expected)[real].abs().max().item()
+    if not difference <= TEST_TOLERANCE * torch.finfo(dtype).eps * expected[real].abs().max().item():
+        raise ValueError(
+            f"{type(policy).__name__} cannot be split into pipeline stages: on a copy with two layers the logits of two "
+            f"stages differ from those of the whole model by up to {difference:.3g}. Its forward does more than pass "
+            "hidden states from layer to layer, such as scaling embeddings. Set `pipeline_parallel_size=1`."
+        )
+
+
+def _two_layer_config(config: Any) -> Any:
+    """The config of a two-layer model of the same kind: two different kinds of layers if it has several."""
+    config = copy.deepcopy(config)
+    if getattr(config, "layer_types", None):
+        kinds = list(dict.fromkeys(config.layer_types))
+        config.layer_types = [kinds[0], kinds[-1]]
+    config.num_hidden_layers = 2
+    config.vocab_size = TEST_VOCABULARY
+    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = TEST_WINDOW
+    return config
+
+
+def balance_layers(
+    num_layers: int, num_stages: int, *, head_cost: float = 0.0, draft_cost: float = 0.0
+) -> tuple[int, ...]:
+    """
+    Layers per stage such that the slowest stage is as fast as can be, the head and the draft on the last one counted.
+
+    Args:
+        num_layers (`int`), num_stages (`int`):
+            Of the policy.
+        head_cost (`float`, *optional*, defaults to `0.0`), draft_cost (`float`, *optional*, defaults to `0.0`):
+            Time of the head and of the draft's training for a microbatch, in units of a layer's: see [`head_cost_of`].
+            The draft runs after the schedule, while other stages still run backwards, so it is counted only as far as it
+            does not fit there: pass what is left.
+
+    Returns:
+        `tuple[int, ...]`: at least one per stage.
+
+    Raises:
+        ValueError: if there are more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise ValueError(f"{num_layers} layers cannot be split into {num_stages} stages. Use at most {num_layers}.")
+    layers = [1] * num_stages
+    extra = [0.0] * (num_stages - 1) + [head_cost + draft_cost]
+    for _ in range(num_layers - num_stages):
+        # Of equals the latest: earlier stages hold the activations of more microbatches.
+        layers[min(range(num_stages), key=lambda stage: (layers[stage] + extra[stage], -stage))] += 1
+    return tuple(layers)
+
+
+def head_cost_of(policy: nn.Module) -> float:
+    """Weights of the policy's head in units of those of a layer: about the ratio of their times."""
+    layer = sum(parameter.numel() for parameter in decoder_of(policy).layers[0].parameters())
+    return policy.get_output_embeddings().weight.numel() / layer
+
+
+def sum_tied_gradients(weight: nn.Parameter, rank_of_first: int, rank_of_last: int, group: dist.ProcessGroup) -> None:
+    """
+    Adds up the gradients of the two copies of a tied embedding. Called by the first and the last stage, after all
+    backwards of a step and before gradients are clipped. The result is the same to the bit on both.
+
+    Args:
+        weight (`nn.Parameter` of shape `(V, H)`):
+            This stage's copy. Its `.grad` is changed; a missing one counts as zero.
+        rank_of_first (`int`), rank_of_last (`int`):
+            Ranks in the group of the two stages.
+        group (`ProcessGroup`):
+            That of the pipeline, between steps.
+    """
+    own = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    is_first = dist.get_rank(group) == rank_of_first
+    peer = rank_of_last if is_first else rank_of_first
+    other = torch.empty_like(own)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, own, group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+        ]
+    )
+    for work in works:
+        work.wait()
+    weight.grad = own + other
