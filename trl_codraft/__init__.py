@@ -5,11 +5,13 @@ from importlib.metadata import version
 
 from packaging.specifiers import SpecifierSet
 
+from .vllm_versions import transformers_needed_by_vllm
+
 
 __version__ = "0.1.0.dev0"
 
 # The trainer overrides private methods of these two, so only the minor versions it was tested with are accepted.
-_TESTED_VERSIONS = {"trl": ">=1.16,<1.17", "transformers": ">=5.24,<5.25"}
+_TESTED_VERSIONS = {"transformers": ">=5.24,<5.25", "trl": ">=1.16,<1.17"}
 
 # Public name -> module. Loaded on first use, so that drafts and rollouts work without importing TRL.
 _PUBLIC_NAMES = {
@@ -32,9 +34,10 @@ def _check_versions() -> None:
     for package, accepted in _TESTED_VERSIONS.items():
         installed = version(package)
         if not SpecifierSet(accepted).contains(installed, prereleases=True):
+            remedy = transformers_needed_by_vllm() if package == "transformers" else None
             raise ImportError(
                 f"trl_codraft {__version__} works with {package}{accepted}, but {package} {installed} is installed. "
-                f'Run `pip install "{package}{accepted}"`.'
+                + (remedy or f'Run `pip install "{package}{accepted}"`.')
             )
 
 

@@ -9,7 +9,9 @@ from transformers.utils import logging
 
 from .config import CoDraftGRPOConfig
 from .modeling.taps import decoder_of
+from .rollout.stats import SpeculativeStats
 from .rollout.support import unsupported_reason
+from .vllm_rollouts import plain_vllm_reason
 
 
 if TYPE_CHECKING:
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+# Below the first, rollouts accept nothing to speak of; from the second on, a draft is clearly of use. Fewer than so many
+# verifications say nothing.
+COLLAPSED_ACCEPT_LENGTH = 1.05
+GOOD_ACCEPT_LENGTH = 1.5
+MIN_VERIFICATIONS = 100
 WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 
 
@@ -75,7 +82,7 @@ def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
         `str` or `None`: the reason and what to change, or `None` if speculation is possible.
     """
     if trainer.use_vllm:
-        return "vLLM generates the rollouts (`use_vllm=True`); speculation inside vLLM is not available yet"
+        return plain_vllm_reason(trainer)
     if trainer.use_transformers_continuous_batching:
         return "continuous batching (`use_transformers_continuous_batching=True`) has no speculative decoding"
     if trainer.rollout_func is not None:
@@ -119,4 +126,27 @@ def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
             f"The loaded draft's simulated accept length is {metrics['draft/accept_length_sim']:.2f}: it proposes "
             "almost nothing that the policy accepts. Check that it was trained for this policy and that its tap "
             "layers are numbered as in vLLM (`trl-codraft validate`)."
+        )
+
+
+def warn_about_collapse(stats: SpeculativeStats, simulated: float | None, speculated_well: bool) -> None:
+    """
+    Warns once when rollouts accept next to nothing of a draft that should do better.
+
+    Args:
+        stats ([`SpeculativeStats`]):
+            Counters of one batch of rollouts, over all ranks.
+        simulated (`float`, *optional*):
+            The latest `draft/accept_length_sim`: what the draft reaches on the tokens it is trained on.
+        speculated_well (`bool`):
+            Whether earlier rollouts of this run accepted a fair share.
+    """
+    if stats.verifications < MIN_VERIFICATIONS or stats.accept_length >= COLLAPSED_ACCEPT_LENGTH:
+        return
+    if speculated_well or (simulated or 1.0) >= GOOD_ACCEPT_LENGTH:
+        before = "earlier rollouts accepted more" if speculated_well else f"its simulated one is {simulated:.2f}"
+        logger.warning_once(
+            f"The accept length of rollouts is {stats.accept_length:.2f} although {before}: rollouts do not run with "
+            "the draft that is trained, or sample from another distribution. See the checklist under 'Accept length "
+            "near 1' in docs/troubleshooting.md."
         )

@@ -79,7 +79,11 @@ class CoDraftGRPOConfig(GRPOConfig):
         num_draft_tokens (`str`, *optional*, defaults to `"auto"`):
             Number of tokens drafted per verification: an integer, or `"auto"` to choose it from measured acceptance
             and measured time. Both sample from the policy's exact distribution; `"auto"` is not reproducible sample
-            by sample.
+            by sample. vLLM drafts a fixed number: `"auto"` means 3 there.
+        draft_vllm_server_sync (`str`, *optional*, defaults to `"push"`):
+            What happens to the draft of a vLLM server (`vllm_mode="server"`) when the policy is pushed to it: `"push"`
+            refreshes it too, and raises if the server has no way to; `"static"` leaves the draft that the server was
+            started with.
 
         > Parameters that control context parallelism
 
@@ -179,6 +183,11 @@ class CoDraftGRPOConfig(GRPOConfig):
         metadata={"help": "Tokens drafted per verification: an integer, or 'auto' to choose it by measurement."},
     )
 
+    draft_vllm_server_sync: str = field(
+        default="push",
+        metadata={"help": "'push': refresh the draft of a vLLM server with the policy; 'static': leave it as it is."},
+    )
+
     # Parameters that control parallelism
     context_parallel_size: int = field(
         default=1, metadata={"help": "Ranks that split the tokens of a microbatch; divides the number of processes."}
@@ -271,6 +280,10 @@ class CoDraftGRPOConfig(GRPOConfig):
                 f"`speculative_rollouts` must be 'auto', 'true' or 'false', got {self.speculative_rollouts!r}."
             )
         self.speculative_rollouts = value
+        if self.draft_vllm_server_sync not in ("push", "static"):
+            raise ValueError(
+                f"`draft_vllm_server_sync` must be 'push' or 'static', got {self.draft_vllm_server_sync!r}."
+            )
 
         value = str(self.num_draft_tokens).lower()
         if value != "auto" and not (value.isdecimal() and int(value) >= 1):

@@ -27,9 +27,11 @@ from trl.trainer.utils import get_config_model_id
 
 from .building import build_draft, draft_training_arguments, head_dtype
 from .compatibility import (
+    GOOD_ACCEPT_LENGTH,
     base_policy,
     plain_rollout_reason,
     refuse_unsupported,
+    warn_about_collapse,
     warn_about_metrics,
     warn_about_settings,
 )
@@ -47,6 +49,7 @@ from .rollout.controller import SpeedReport
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.stats import SpeculativeStats
 from .training import DraftTrainer
+from .vllm_rollouts import deferred_engine
 
 
 logger = logging.get_logger(__name__)
@@ -127,22 +130,23 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
             raise ValueError("`draft_model` is set with `use_draft=False`. Drop one of the two.")
         if args.use_draft:
             self._tag_names = [*self._tag_names, "codraft"]
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        with deferred_engine(args.use_draft and args.use_vllm):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         self.draft_model: Eagle3DraftModel | None = None
         self.draft_trainer: DraftTrainer | None = None
         self.draft_pretraining_log: list[dict[str, float]] = []
@@ -168,7 +172,12 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
             policy, self.draft_model, num_draft_tokens=self.args.num_draft_tokens, recorder=self.recorder
         )
         self._speculation_on = self._resolve_speculation()
+        if self.use_vllm:
+            served = self.draft_model if self._speculation_on else None
+            self.vllm_generation.start(served, self.args.num_draft_tokens, self.args.draft_vllm_server_sync)
         self._reset_rollout_tally()
+        self._simulated_accept_length: float | None = None
+        self._speculated_well = False
         self._draft_seconds = 0.0
         warn_about_settings(self.args, self._draft_is_fresh)
         self.add_callback(_StartDraft(self))
@@ -189,7 +198,12 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
 
     @property
     def speculates(self) -> bool:
-        """Whether rollouts go through the speculative loop now: possible, wanted, and the draft exists."""
+        """Whether rollouts go through our speculative loop now: possible, wanted, and the draft exists."""
+        return self._draft_rolls_out and not self.use_vllm
+
+    @property
+    def _draft_rolls_out(self) -> bool:
+        """Whether rollouts use the draft now, in our loop or in vLLM."""
         return self.draft_model is not None and self._speculation_on and self.draft_trainer is not None
 
     def _start_draft(self) -> None:
@@ -218,6 +232,9 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
         if self._draft_checkpoint is not None:
             self._load_draft(self._draft_checkpoint)
             self._draft_checkpoint = None
+        if self.use_vllm:
+            # An evaluation or pretraining rollouts of this step have pushed an earlier draft: push again.
+            self._last_loaded_step = -1
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
@@ -268,6 +285,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
         self._draft_seconds = 0.0
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
+        self._simulated_accept_length = metrics.get("draft/accept_length_sim")
         warn_about_metrics(metrics, self._draft_is_fresh)
 
     # Rolling out with the draft
@@ -312,6 +330,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
 
     def _log_rollout(self) -> None:
         """Sums the counters of all ranks, then divides. Tool loops end at different turns on different ranks."""
+        if self.use_vllm:
+            self._decoder.stats.add(self.vllm_generation.take_stats())
         device = self.accelerator.device
         tally = torch.tensor([self._rollout_tokens, self._rollout_seconds], dtype=torch.float64, device=device)
         report = self._decoder.controller.report.as_tensor().to(device)
@@ -319,15 +339,19 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
         counters = self._sum_over_ranks(counters)
         seconds = self.accelerator.gather(tally[1:]).max().item()
         report, stats = counters[1:].split([len(report), len(counters) - 1 - len(report)])
-        metrics = rollout_metrics(SpeculativeStats.from_tensor(stats))
-        metrics |= SpeedReport.from_tensor(report).metrics()
+        report, stats = SpeedReport.from_tensor(report), SpeculativeStats.from_tensor(stats)
+        metrics = rollout_metrics(stats) | report.metrics()
+        warn_about_collapse(stats, self._simulated_accept_length, self._speculated_well)
+        self._speculated_well |= stats.accept_length >= GOOD_ACCEPT_LENGTH
         metrics["rollout/tokens_per_second"] = counters[0].item() / max(seconds, 1e-9)
-        metrics["rollout/speculation_on"] = float(self.speculates)
+        metrics["rollout/speculation_on"] = float(self._draft_rolls_out)
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         self._reset_rollout_tally()
 
     def _reset_rollout_tally(self) -> None:
+        if self.use_vllm:
+            self.vllm_generation.take_stats()
         self._decoder.stats.reset()
         self._decoder.controller.report = SpeedReport()
         self._rollout_tokens, self._rollout_seconds = 0, 0.0
@@ -337,10 +361,11 @@ def rollout_metrics(stats: SpeculativeStats) -> dict[str, float]:
     """The metrics of rollouts that are ratios of summed counters."""
     metrics = {
         "rollout/accept_length": stats.accept_length,
-        "rollout/tokens_per_row_forward": stats.tokens_per_row_forward,
         "rollout/num_draft_tokens": stats.num_draft_tokens,
-        "rollout/policy_forwards": float(stats.policy_forwards),
     }
+    if stats.policy_forwards:  # vLLM does not count them
+        metrics["rollout/tokens_per_row_forward"] = stats.tokens_per_row_forward
+        metrics["rollout/policy_forwards"] = float(stats.policy_forwards)
     # Positions that were never accepted at the far end say nothing; position 0 always does.
     used = max([i + 1 for i, accepted in enumerate(stats.accepted_per_position) if accepted], default=1)
     for position, rate in enumerate(stats.accept_rate_per_position[:used]):

@@ -132,16 +132,13 @@ def test_shape_settings_that_a_loaded_draft_does_not_follow_are_named(tmp_path, 
 
 
 PLAIN = [
-    ({"use_vllm": True}, "vLLM generates the rollouts"),
     ({"use_transformers_continuous_batching": True}, "continuous batching"),
     ({"rollout_func": lambda prompts, trainer: {}}, "`rollout_func` generates the rollouts"),
     ({"args": SimpleNamespace(neftune_noise_alpha=5.0)}, "`neftune_noise_alpha` adds noise"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"), PLAIN, ids=["vllm", "continuous-batching", "rollout-func", "neftune"]
-)
+@pytest.mark.parametrize(("overrides", "reason"), PLAIN, ids=["continuous-batching", "rollout-func", "neftune"])
 def test_generation_by_others_gives_plain_rollouts(overrides, reason):
     assert reason in plain_rollout_reason(fake_trainer(**overrides))
 
