@@ -112,11 +112,12 @@ class Header:
         Raises:
             TapMismatch: naming every field that differs.
         """
+        if self == expected:
+            return
         ours, theirs = asdict(expected), asdict(self)
         wrong = [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if theirs[name] != ours[name]]
-        if wrong:
-            raise TapMismatch(
-                f"stage {expected.stage} was to send microbatch {expected.microbatch} of step {expected.epoch}, but a "
-                f"message came with {', '.join(wrong)}: it was lost, repeated, reordered or cut short, or the ranks have "
-                "other plans or shapes"
-            )
+        raise TapMismatch(
+            f"stage {expected.stage} was to send microbatch {expected.microbatch} of step {expected.epoch}, but a "
+            f"message came with {', '.join(wrong)}: it was lost, repeated, reordered or cut short, or the ranks have "
+            "other plans or shapes"
+        )

@@ -166,7 +166,11 @@ class TapPlan:
 
     def taps_of(self, stage: int) -> tuple[Tap, ...]:
         """What a stage captures."""
-        return tuple(tap for tap in self.taps if tap.stage == stage)
+        return self._taps_by_stage[stage]
+
+    @cached_property
+    def _taps_by_stage(self) -> tuple[tuple[Tap, ...], ...]:
+        return tuple(tuple(tap for tap in self.taps if tap.stage == stage) for stage in range(self.num_stages))
 
     def required_slots(self, num_microbatches: int) -> int:
         """The smallest number of landing slots per lane that cannot deadlock, training or forward only."""
