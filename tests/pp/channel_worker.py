@@ -123,7 +123,12 @@ def refusals(rank, group, transport):
                 tap = channel.plan.taps_of(rank)[0]
                 channel.capture(tap.layer, torch.zeros(1, 1, tap.width, dtype=tap.dtype))
 
+    def on_another_device(channel):
+        with channel.forward(rank, 0):
+            channel.capture(0, torch.zeros(1, 1, 3, device="meta"))
+
     if rank == 0:
+        attempt(begun(on_another_device))
         attempt(begun(lambda channel: forward(channel, capture=False)))
         attempt(begun(lambda channel: forward(channel, width=1)))
         attempt(begun(lambda channel: forward(channel, layers=[0])))
@@ -134,7 +139,7 @@ def refusals(rank, group, transport):
         attempt(lambda channel: channel.end_step())
         attempt(lambda channel: channel.begin_step([]))
     else:
-        for _ in range(9):
+        for _ in range(10):
             attempt(begun(lambda channel: channel.take(1)))
     return messages
 
