@@ -4,8 +4,8 @@ import pytest
 import torch
 from modeling.draft_cases import microbatch
 from tiny import tiny_policy
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.draft_memory import saved_and_peak_bytes
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.losses import draft_loss
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
@@ -13,28 +13,6 @@ from trl_codraft.modeling.teacher import PolicyHead
 
 
 K = 4
-
-
-def saved_and_peak_bytes(run):
-    """
-    Bytes of the distinct storages that autograd keeps during `run`, and the highest sum of live CPU allocations above
-    those before it.
-    """
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            run()
-    live = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return sum(storages.values()), peak
 
 
 def measured(vocab_size, num_tokens, chunk_size):
