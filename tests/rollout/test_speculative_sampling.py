@@ -185,6 +185,8 @@ def test_drawing_follows_the_probabilities_and_never_picks_zero():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", lambda *size, **kwargs: torch.full((1, 1), 1 - 2**-53, dtype=torch.float64))
             assert sampling.draw(total * p[:1]) == 4
+            patch.setattr(torch, "rand", lambda *size, **kwargs: torch.zeros(1, 1, dtype=torch.float64))
+            assert sampling.draw(total * p[:1]) == 1
 
 
 def test_plain_rounds_follow_the_policy(policy, prompts, exact):

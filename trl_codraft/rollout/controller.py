@@ -24,11 +24,13 @@ PRIOR_TOKEN_COST = 0.15
 PRIOR_DRAFT_STEP = 0.03
 # Share of the time that may be spent on trying lengths other than the best one, and what a new controller may spend
 # before it has earned anything, in plain steps.
-EXPLORATION_SHARE = 0.02
+EXPLORATION_SHARE = 0.01
 INITIAL_CREDIT = 1.5
 MAX_CREDIT = 3.0
 # Predicted speed-up below which plain decoding is preferred.
 MIN_GAIN = 1.03
+# Tokens per round below which a length is not worth measuring, whatever it costs.
+PROMISING = 1.15
 # A measurement moves an average by at least its weight, and one outlier by at most a factor.
 COST_WEIGHT, LEVEL_WEIGHT, MAX_SURPRISE = 0.2, 0.3, 1.5
 
@@ -159,7 +161,7 @@ class DraftLengthController:
     `a_i` is the measured acceptance at draft position `i` given that it was reached. `cost(k)` is the time of a whole
     round relative to a plain one, measured between neighbouring rounds, per number of active rows (1, 2, 3, 4, 6, 8,
     12, 16, 24, ...). What was never measured is estimated: a round of `n` rows and `k` drafted tokens costs the policy
-    about what a plain step of `n * (k + 1)` rows does. Other lengths are tried with 2% of the time, the one tried
+    about what a plain step of `n * (k + 1)` rows does. Other lengths are tried with 1% of the time, the one tried
     longest ago first.
 
     Args:
@@ -258,7 +260,11 @@ class DraftLengthController:
 
     def _try_another(self, bucket: int, rows: _Rows, best: int) -> int | None:
         """The length to try instead of the best one, if there is credit for what that is expected to lose."""
-        others = {best - 1, best + 1, best + 2, 0} if best > 0 else {1, 2, 3, 4}
+        if best > 0:
+            others = {best - 1, best + 1, best + 2, 0}
+        else:
+            # One token tells whether acceptance is back; more of them only where they could pay if they cost nothing.
+            others = {1} | {k for k in (2, 3, 4) if self.acceptance.tokens(k) >= PROMISING}
         others = sorted(k for k in others if 0 <= k <= self.max_draft_tokens and k != best)
         k = min(others, key=lambda other: rows.tried.get(other, 0))
         rate = max(self.gain(bucket, best), 1.0)
