@@ -158,8 +158,9 @@ def score_draft(
     **generate_kwargs: Any,
 ) -> dict[str, Any]:
     """
-    Measures what a draft is worth: speculative rollouts on held-out prompts. Counters are summed over all prompts and
-    divided once, as vLLM does.
+    Measures what a draft is worth: speculative rollouts on held-out prompts. Counters are those of a vLLM server asked
+    the same (greedily, or with `"draft_sample_method": "probabilistic"`): a prompt's last block counts in full, also what
+    lies behind its end. They are summed over all prompts and divided once.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -209,6 +210,7 @@ def score_draft(
             attention_mask,
             num_draft_tokens=num_draft_tokens,
             generator=generator,
+            counts_overrun=True,
             max_new_tokens=max_new_tokens,
             **sampling,
             **generate_kwargs,

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tiny import tiny_policy, tiny_tokenizer
 
-from trl_codraft import export
+from trl_codraft import export, speculative_generate
 from trl_codraft.export import export_draft, push_draft, score_draft, validate_draft
 from trl_codraft.model_card import draft_card, serve_commands
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
@@ -174,6 +174,29 @@ class TestScore:
         assert scores["committed"] == 18
         assert scores["verifications"] == 4
         assert scores["num_prompts"] == 2
+
+    def test_last_block_counts_in_full_as_on_a_server_and_the_tokens_stay_the_same(self):
+        """Golden counters of a real server are in tests/vllm_golden; this one is done by hand."""
+        policy = tiny_policy(num_hidden_layers=2)
+        with torch.no_grad():
+            policy.lm_head.weight.zero_()
+        draft = make_draft(policy)
+        draft.initialize_from_policy(PolicyHead(policy))
+        scores = score_draft(policy, draft, [[5, 6, 7]], num_draft_tokens=3, max_new_tokens=7, eos_token_id=None)
+        # 1 token from the prefill, a block of 4, and 2 of the next 4.
+        assert (scores["verifications"], scores["drafted"], scores["accepted"]) == (2, 6, 6)
+        assert scores["committed"] == 7
+        # Token 0 ends the row in the prefill: nothing is drafted. As an id that never comes, it changes nothing.
+        ended = score_draft(policy, draft, [[5, 6, 7]], max_new_tokens=7, eos_token_id=0, pad_token_id=1)
+        assert (ended["verifications"], ended["committed"]) == (0, 1)
+        ids, settings = torch.tensor([[5, 6, 7]]), {"num_draft_tokens": 3, "max_new_tokens": 7, "do_sample": False}
+        for eos in (None, 9):
+            outputs = [
+                speculative_generate(policy, draft, ids, counts_overrun=overrun, eos_token_id=eos, **settings)
+                for overrun in (False, True)
+            ]
+            assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+            assert [output.stats.drafted for output in outputs] == [4, 6]
 
     def test_text_prompts_in_batches_equal_ids_at_once(self):
         policy = tiny_policy(num_hidden_layers=2, scale=4.0)

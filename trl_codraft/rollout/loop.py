@@ -66,6 +66,8 @@ class Rollout:
             Whether all ranks must run the same number of policy forwards.
         trace ([`RolloutTrace`] or `None`):
             Collects the hidden states of the tokens that are kept.
+        counts_overrun (`bool`):
+            Whether a row's last block is drafted and counted in full, with what lies behind its end.
     """
 
     def __init__(
@@ -81,10 +83,11 @@ class Rollout:
         pad_token_id: int | None,
         synced: bool,
         trace: RolloutTrace | None = None,
+        counts_overrun: bool = False,
     ):
         self.policy, self.recorder, self.drafting, self.controller = policy, recorder, drafting, controller
         self.rule, self.criteria, self.pad_token_id, self.synced = rule, criteria, pad_token_id, synced
-        self.trace = trace
+        self.trace, self.counts_overrun = trace, counts_overrun
         self.stats = SpeculativeStats(rows=len(input_ids))
         self.device = input_ids.device
         self.attention_mask = attention_mask
@@ -187,7 +190,7 @@ class Rollout:
             size if end is None or not self.criteria.has_eos else end + 1
             for size, end in zip(sizes, ends, strict=True)
         ]
-        self.stats.count_round(counts, committed)
+        self.stats.count_round(counts, committed, kept_host if self.counts_overrun else None)
         self._commit(committed, ends)
         seconds = self.controller.clock() - start
         self.controller.observe(Round(active, counts, kept_host, sum(committed), seconds, backlog and width > 0))
@@ -196,7 +199,8 @@ class Rollout:
         """Draft tokens for a row: within its budget (one token always comes from the policy) and the draft's context."""
         if self.drafting is None:
             return 0
-        return max(0, min(k, self.criteria.max_length - length - 1, self.drafting.room(length - pads)))
+        budget = k if self.counts_overrun else self.criteria.max_length - length - 1
+        return max(0, min(k, budget, self.drafting.room(length - pads)))
 
     def _draft(self, counts: list[int], rows: torch.Tensor, lengths: torch.Tensor) -> sampling.Drafts:
         """Drafted tokens `(n, w)`, written into the buffer, with the distributions they came from if they are drawn."""

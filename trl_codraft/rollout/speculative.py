@@ -60,6 +60,9 @@ class SpeculativeDecoder:
             Source of randomness. By default the global generator of the policy's device, as in `generate`.
         recorder ([`TapRecorder`], *optional*):
             A recorder of the draft's tap layers that already hangs on the policy; one is made otherwise.
+        counts_overrun (`bool`, *optional*, defaults to `False`):
+            Whether a row's last block is drafted and counted in full, with what lies behind EOS or the length limit, as
+            inference servers do. The sequences are the same.
 
     Attributes:
         stats ([`SpeculativeStats`]):
@@ -79,6 +82,7 @@ class SpeculativeDecoder:
         num_draft_tokens: int | str = "auto",
         generator: torch.Generator | None = None,
         recorder: TapRecorder | None = None,
+        counts_overrun: bool = False,
     ):
         if num_draft_tokens == "auto":
             self.controller = DraftLengthController()
@@ -107,6 +111,7 @@ class SpeculativeDecoder:
         self._recorder = recorder if recorder is not None else TapRecorder(policy, draft.config.tap_layers)
         self._head = PolicyHead(policy)
         self._trace: RolloutTrace | None = None
+        self._counts_overrun = counts_overrun
 
     @contextmanager
     def recording(self) -> Iterator[RolloutTrace]:
@@ -168,7 +173,8 @@ class SpeculativeDecoder:
             drafting = None
             if self.controller.max_draft_tokens > 0:
                 slots = input_ids.shape[1] + INITIAL_NEW_SLOTS
-                drafting = DraftRollout(self.draft, self._head, len(input_ids), criteria.max_length, slots)
+                reach = criteria.max_length + (MAX_DRAFT_TOKENS if self._counts_overrun else 0)
+                drafting = DraftRollout(self.draft, self._head, len(input_ids), reach, slots)
             rollout = Rollout(
                 self.policy,
                 self._recorder,
@@ -181,6 +187,7 @@ class SpeculativeDecoder:
                 None if pad is None else pad.item(),
                 synced_gpus,
                 self._trace,
+                self._counts_overrun,
             )
             sequences = rollout.run()
         self.stats.add(rollout.stats)
@@ -281,6 +288,7 @@ def speculative_generate(
     *,
     num_draft_tokens: int | str = "auto",
     generator: torch.Generator | None = None,
+    counts_overrun: bool = False,
     **generate_kwargs,
 ) -> SpeculativeOutput:
     """
@@ -300,6 +308,8 @@ def speculative_generate(
             Tokens drafted per verification, see [`SpeculativeDecoder`].
         generator (`torch.Generator`, *optional*):
             Source of randomness, the global one by default.
+        counts_overrun (`bool`, *optional*, defaults to `False`):
+            Whether to count as inference servers do, see [`SpeculativeDecoder`].
         **generate_kwargs:
             Arguments of `generate`.
 
@@ -327,7 +337,9 @@ def speculative_generate(
     reason = unsupported_reason(base)
     if reason is not None:
         raise ValueError(f"Speculative rollouts are not possible here: {reason}")
-    decoder = SpeculativeDecoder(base, draft, num_draft_tokens=num_draft_tokens, generator=generator)
+    decoder = SpeculativeDecoder(
+        base, draft, num_draft_tokens=num_draft_tokens, generator=generator, counts_overrun=counts_overrun
+    )
     try:
         result = decoder.bind(policy.generate)(input_ids, attention_mask=attention_mask, **generate_kwargs)
     finally:

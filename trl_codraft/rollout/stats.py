@@ -70,7 +70,7 @@ class SpeculativeStats:
         """Mean number of drafted tokens per verification; 0 without verifications."""
         return self.drafted / self.verifications if self.verifications else 0.0
 
-    def count_round(self, counts: Sequence[int], committed: Sequence[int]) -> None:
+    def count_round(self, counts: Sequence[int], committed: Sequence[int], kept: Sequence[int] | None = None) -> None:
         """
         Adds one decoding forward.
 
@@ -79,16 +79,19 @@ class SpeculativeStats:
                 Drafted tokens of each row in the forward.
             committed (`Sequence[int]`):
                 Tokens each row committed.
+            kept (`Sequence[int]`, *optional*):
+                Drafted tokens of each row to count as accepted; `committed - 1` if not given.
         """
+        kept = [tokens - 1 for tokens in committed] if kept is None else kept
         self.policy_forwards += 1
         self.row_forwards += len(counts)
         self.committed += sum(committed)
-        for drafted, tokens in zip(counts, committed, strict=True):
+        for drafted, accepted in zip(counts, kept, strict=True):
             if drafted:
                 self.verifications += 1
                 self.drafted += drafted
-                self.accepted += tokens - 1
-                for position in range(tokens - 1):
+                self.accepted += accepted
+                for position in range(accepted):
                     self.accepted_per_position[position] += 1
 
     def add(self, other: "SpeculativeStats") -> None:
