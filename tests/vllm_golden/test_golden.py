@@ -23,6 +23,7 @@ from golden_models import (
 )
 from transformers import DynamicCache
 
+from trl_codraft.export import score_draft
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.rollout.speculative import speculative_generate
@@ -159,6 +160,19 @@ def test_acceptance_of_the_trained_draft_is_vllms():
         ).stats
         assert stats.accepted == sum(length - 1 for length in lengths)
         assert stats.verifications == len(lengths)
+
+
+@pytest.mark.parametrize("name", RECORD["counters"])
+def test_score_draft_counts_what_vllm_counted(name):
+    policy, draft = models(name)
+    scores = score_draft(policy, draft, PROMPTS, num_draft_tokens=NUM_DRAFT_TOKENS, max_new_tokens=MAX_NEW_TOKENS)
+    counted = [scores[key] for key in ("verifications", "drafted", "accepted")] + scores["accepted_per_position"]
+    assert counted == RECORD["counters"][name]
+
+
+def test_recorded_counters_hold_steps_of_several_accepted_tokens():
+    verifications, _, accepted, *_ = RECORD["counters"]["trained"]
+    assert accepted > 2 * verifications
 
 
 @pytest.mark.vllm
