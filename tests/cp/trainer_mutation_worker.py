@@ -1,0 +1,101 @@
+"""
+Ranks of `test_cp_trainer_mutations.py`: `python trainer_mutation_worker.py OUT` breaks one thing at a time and trains, and
+saves what the ranks of each broken run saw beside the plain run.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from cp.trainer_cases import CASES
+from cp.trainer_worker import ShardedTrainer, run, save_policies
+from forked_ranks import fork_ranks
+
+from trl_codraft.cp import experts, model, probe
+from trl_codraft.cp.layout import ContextLayout
+from trl_codraft.cp.sharding import ContextSharding
+from trl_codraft.group import exchange
+
+
+original_shard = ContextLayout.shard
+original_pack = ContextSharding.pack
+original_backward = exchange._GatherShards.backward
+
+
+def labels_of_the_next_row(layout, values, offset=0, fill=None):
+    taken = original_shard(layout, values, offset, fill)
+    if not offset or fill is None or fill is False:
+        return taken
+    return torch.where(taken == fill, taken, original_shard(layout, values).roll(-1).clamp(min=0))
+
+
+def positions_counted_on_the_shard(self, *arguments):
+    packed = original_pack(self, *arguments)
+    packed.columns[packed.layout.rows] = torch.arange(packed.layout.num_rows)
+    return packed
+
+
+def slices_times_the_size_of_the_group(ctx, gradient):
+    own, *rest = original_backward(ctx, gradient)
+    return 2 * own, *rest
+
+
+def drop_other_members(self):
+    self._draft_batches = self._draft_batches[-1:]
+    return original_train_draft(self)
+
+
+original_train_draft = ShardedTrainer._train_draft
+
+# Name -> case, owner of what is replaced, its name, and by what.
+MUTATIONS = {
+    "labels of the next row": ("dapo", ContextLayout, "shard", labels_of_the_next_row),
+    "positions counted on the shard": ("dapo", ContextSharding, "pack", positions_counted_on_the_shard),
+    "own slice times the size of the group": (
+        "dapo",
+        exchange._GatherShards,
+        "backward",
+        staticmethod(slices_times_the_size_of_the_group),
+    ),
+    "draft learns from one member": ("dapo", ShardedTrainer, "_train_draft", drop_other_members),
+    "load-balancing loss of the shard": (
+        "checkpointed experts",
+        experts,
+        "dist",
+        SimpleNamespace(all_reduce=lambda *a, **k: None),
+    ),
+    "length of the shard decides": ("dynamic", model, "decided_by_length", lambda *a: contextlib.nullcontext()),
+    "window left out": (
+        "window",
+        model,
+        "ring_attention",
+        lambda *a, window=None, attention=model.ring_attention, **k: attention(*a, **k),
+    ),
+}
+
+
+def run_broken(rank, world_size, out, mutation):
+    if mutation is None:
+        return {case: run(CASES[case], out, world_size, 1) for case in {case for case, *_ in MUTATIONS.values()}}
+    case, owner, name, replacement = MUTATIONS[mutation]
+    # The probe at construction would notice some.
+    with mock.patch.object(owner, name, replacement), mock.patch.object(probe, "HALF_TOLERANCE", 1e9):
+        with mock.patch.object(probe, "TOLERANCES", {}):
+            try:
+                return run(CASES[case], out, world_size, 2)
+            except Exception as error:
+                return error
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    save_policies(folder)
+    seen = {}
+    for mutation in [None, *MUTATIONS]:
+        fork_ranks(run_broken, 2, folder, folder, mutation)
+        seen[mutation] = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    for rank in range(2):
+        torch.save({mutation: results[rank] for mutation, results in seen.items()}, folder / f"rank{rank}.pt")
