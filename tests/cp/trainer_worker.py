@@ -68,10 +68,10 @@ class ShardedTrainer(Observed, CoDraftGRPOTrainer):
         return loss
 
 
-def build(case, out, world_size, size):
+def build(case, out, world_size, size, **overrides):
     """A trainer of a case, `size` ranks to a microbatch."""
     case = dict(case)
-    arguments, config = prepare(case, out, world_size)
+    arguments, config = prepare(case, out, world_size, **overrides)
     draft_model = None
     if config.get("use_draft", True):
         config |= {**DRAFT, **config}

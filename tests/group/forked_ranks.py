@@ -32,23 +32,29 @@ def run_script(script, out, *arguments, timeout, folder="group"):
 
 def fork_ranks(target, world_size, out, *arguments):
     """Runs `target(rank, world_size, *arguments)` on every rank and saves what it returns. Exits with 1 if one failed."""
-    context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        context.Process(target=_run_rank, args=(target, rank, world_size, port, out, *arguments))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
+    processes = start_ranks(target, world_size, out, *arguments)
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
         sys.exit(1)
 
 
-def _run_rank(target, rank, world_size, port, out, *arguments):
+def start_ranks(target, world_size, out, *arguments, timeout=60):
+    """The processes of [`fork_ranks`], running; a collective gives up after `timeout` seconds."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_run_rank, args=(target, rank, world_size, port, timeout, out, *arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _run_rank(target, rank, world_size, port, timeout, out, *arguments):
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -59,7 +65,7 @@ def _run_rank(target, rank, world_size, port, out, *arguments):
         "ACCELERATE_USE_CPU": "true",
     }
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         torch.save(target(rank, world_size, *arguments), Path(out) / f"rank{rank}.pt")
     except Exception:

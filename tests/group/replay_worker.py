@@ -49,7 +49,7 @@ def prepare(case, out, world_size, **overrides):
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     torch.manual_seed(1)
-    return arguments, settings(out / "run", ddp_timeout=60, **config)
+    return arguments, settings(out / "run", **{"ddp_timeout": 60, **config})
 
 
 def build(case, out, world_size, group_size, **overrides):

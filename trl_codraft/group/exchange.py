@@ -5,6 +5,8 @@ Shapes: `B` rows of a microbatch, `P` prompt columns, `C` completion columns, `n
 `F` values per token (log-prob, entropy).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -121,7 +123,8 @@ class LossGroup:
         buffer = _pack(tensors, specs) if mine else None
         if buffer is None:
             buffer = torch.empty(sum(map(_padded_bytes, specs.values())), dtype=torch.uint8, device=self.device)
-        dist.broadcast(buffer, group=self.members, group_src=member)
+        with _named(dist.get_process_group_ranks(self.members), "handing out a microbatch"):
+            dist.broadcast(buffer, group=self.members, group_src=member)
         return {name: tensors[name] for name in specs} if mine else _unpack(buffer, specs)
 
     def gather_shards(
@@ -231,8 +234,22 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A tensor of the same shape on all ranks, stacked by rank."""
     size = dist.get_world_size(group)
     gathered = tensor.new_empty(size * tensor.numel())
-    dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=group)
+    with _named(dist.get_process_group_ranks(group), "gathering what each of them has"):
+        dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=group)
     return gathered.view(size, *tensor.shape)
+
+
+@contextmanager
+def _named(ranks: list[int], what: str) -> Iterator[None]:
+    """An error of a collective inside names the other ranks that take part."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = ", ".join(str(rank) for rank in ranks if rank != dist.get_rank())
+        raise RuntimeError(
+            f"Ranks that share a microbatch: no answer from rank {names} (if several, one of them) while {what}. Look "
+            f"at their logs first; how long others wait is `ddp_timeout`. ({error})"
+        ) from error
 
 
 def _padded_bytes(spec: TensorSpec) -> int:
