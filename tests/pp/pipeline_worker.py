@@ -17,16 +17,23 @@ from channel_cases import TRANSPORTS
 from forked import fork_ranks
 from tiny import tiny_policy
 
+from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
+from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
+from trl_codraft.modeling.packing import pack_rows
 from trl_codraft.modeling.taps import TapRecorder
+from trl_codraft.modeling.teacher import PolicyHead
 from trl_codraft.pp import (
     Pipeline,
     Rows,
+    SharedMemoryTransport,
+    Tap,
     TapChannel,
     TapPlan,
     pad_microbatches,
     split_policy,
     sum_tied_gradients,
 )
+from trl_codraft.training import DraftTrainer, DraftTrainingArguments
 
 
 @dataclass(frozen=True)
@@ -279,6 +286,52 @@ def without_channel(rank, world_size):
     return messages, kept, compare_gradients([stage], whole)
 
 
+def draft_of(policy, case):
+    """A draft with its trainer, the same whoever makes it."""
+    config = Eagle3DraftConfig.from_policy(policy.config, tap_layers=list(case.taps))
+    torch.manual_seed(11)
+    draft = Eagle3DraftModel(config)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / 4 + (parameter.dim() == 1))
+    return DraftTrainer(draft, PolicyHead(policy), DraftTrainingArguments(num_passes=2), num_training_steps=10)
+
+
+def draft_gradients(rank, world_size):
+    """The draft learns on the last rank, when all ranks have ended the step: same gradients as in one process."""
+    case = replace(CASES["gemma2"], layers=(2, 2), taps=(1, 2, 4))
+    groups = [dist.new_group([0, 1], backend="gloo") for _ in range(2)]
+    policy = policy_of(case)
+    stage = split_policy(policy, case.layers, rank, score)
+    # The teacher reads what the head reads: one more tap, which stays on the last stage.
+    last = len(case.layers) + 100
+    taps = [Tap(layer, int(layer >= 2), 32, torch.float32) for layer in case.taps] + [Tap(last, 1, 32, torch.float32)]
+    channel = TapChannel(TapPlan(tuple(taps), (0, 1), case.microbatches), rank, SharedMemoryTransport(groups[1]))
+    if stage.is_last:
+        channel.hook(last, policy.model.norm, output=True)
+    settings = {"hidden_size": 32, "dtype": torch.float32, "device": torch.device("cpu")}
+    pipeline = Pipeline([stage], groups[0], **settings, channel=channel)
+    batches = ragged_microbatches(case, 0)
+    padded = pad_microbatches(batches, bucket=8)
+    pipeline.step([inputs_of(rows) for rows in padded], loss_of(batches, padded))
+    dist.barrier()  # nobody needs anything of the draft to end its step
+    if rank == 0:
+        return None
+    trainer, whole = draft_of(policy, case), policy_of(case)
+    expected, recorder = draft_of(whole, case), TapRecorder(whole, case.taps)
+    for number, rows in enumerate(padded):
+        mask = rows.attention_mask
+        *got, hidden = channel.take(number)
+        trainer.accumulate(pack_rows(rows.input_ids, mask, mask, got, hidden, 2))
+        with recorder.record() as record:
+            whole(input_ids=rows.input_ids, attention_mask=mask, use_cache=False)
+        expected.accumulate(pack_rows(rows.input_ids, mask, mask, record.taps, record.last_hidden, 2))
+    return [
+        ((a.grad - b.grad).abs().max().item(), b.grad.abs().max().item())
+        for a, b in zip(trainer.draft.parameters(), expected.draft.parameters(), strict=True)
+    ]
+
+
 def run_rank(rank, world_size, cases):
     return {case: run_case(rank, world_size, CASES[case]) for case in cases}
 
@@ -319,6 +372,7 @@ if __name__ == "__main__":
         for case in cases:
             outcomes[case] = [replace(rank, result=(rank.result or {}).get(case)) for rank in ranks]
     if chosen is USUAL:
+        outcomes["draft"] = fork_ranks(draft_gradients, 2, folder / "draft")
         outcomes["without channel"] = fork_ranks(without_channel, 2, folder / "without-channel")
         for fault in ("killed", "broken"):
             outcomes[fault] = fork_ranks(failing_pipeline, 3, folder / fault, fault, timeout=60)

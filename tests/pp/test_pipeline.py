@@ -49,6 +49,14 @@ def require_equality(outcomes, case):
     assert sum(sent for result in results for sent, _ in result["bytes"]) > 0
 
 
+def test_draft_gradients_equal_one_process(outcomes):
+    _, gradients = succeeded(outcomes["draft"])
+    assert len(gradients) > 8
+    for difference, largest in gradients:
+        assert largest > 0
+        assert difference <= 1e-6 * max(1.0, largest)
+
+
 @pytest.mark.parametrize("case", ["1F1B, 2 ranks", "interleaved", "gemma2"])
 def test_names_of_all_stages_together_are_those_of_the_policy(outcomes, case):
     results = succeeded(outcomes[case])

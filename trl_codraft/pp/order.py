@@ -4,7 +4,7 @@ What each rank of a pipeline runs, in which order, and how many landing slots a 
 Letters: `p` ranks, `v` virtual stages per rank, `n` microbatches, stage `s` of `p * v`, on rank `s % p`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -188,8 +188,24 @@ def slots_ahead(order: Order, num_stages: int, source: int, sink: int) -> int:
     The number of landing slots with which a source never waits if every forward takes as long as any other and every
     backward twice as long.
     """
-    ends: dict[Action, int] = {}
-    position, clock = [0] * len(order), [0] * len(order)
+    ends = action_ends(order, num_stages, lambda action: BACKWARD_TIME if action.backward else FORWARD_TIME)
+    sent = sorted(end for action, end in ends.items() if action.stage == source and not action.backward)
+    taken = [end for action, end in ends.items() if action.stage == sink and not action.backward]
+    return max(index + 1 - sum(end <= now for end in taken) for index, now in enumerate(sent))
+
+
+def action_ends(order: Order, num_stages: int, time_of: Callable[[Action], float]) -> dict[Action, float]:
+    """
+    When every action ends if each starts as soon as it can and messages take no time.
+
+    Args:
+        order (`tuple[tuple[Action, ...], ...]`), num_stages (`int`):
+            As in [`runs_through`].
+        time_of (`Callable`):
+            How long an action takes.
+    """
+    ends: dict[Action, float] = {}
+    position, clock = [0] * len(order), [0.0] * len(order)
     while any(position[rank] < len(actions) for rank, actions in enumerate(order)):
         for rank, actions in enumerate(order):
             while position[rank] < len(actions):
@@ -197,9 +213,6 @@ def slots_ahead(order: Order, num_stages: int, source: int, sink: int) -> int:
                 needs = _needs(action, num_stages)
                 if not all(need in ends for need in needs):
                     break
-                start = max([clock[rank], *(ends[need] for need in needs)])
-                clock[rank] = ends[action] = start + (BACKWARD_TIME if action.backward else FORWARD_TIME)
+                clock[rank] = ends[action] = max([clock[rank], *(ends[need] for need in needs)]) + time_of(action)
                 position[rank] += 1
-    sent = sorted(end for action, end in ends.items() if action.stage == source and not action.backward)
-    taken = [end for action, end in ends.items() if action.stage == sink and not action.backward]
-    return max(index + 1 - sum(end <= now for end in taken) for index, now in enumerate(sent))
+    return ends

@@ -28,7 +28,7 @@ class Tap(NamedTuple):
     Args:
         layer (`int`):
             Its id: `i` in `0..n-1` is the input of decoder layer `i`, `n` the output of the last layer. With 0 the
-            embedded tokens travel.
+            embedded tokens travel. Larger ids are free for others, such as what the policy's head reads.
         stage (`int`):
             The (virtual) stage that captures it.
         width (`int`):

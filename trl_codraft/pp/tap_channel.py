@@ -83,10 +83,8 @@ class TapChannel:
         Captures a tap from a module whenever it runs inside [`~TapChannel.forward`].
 
         Args:
-            layer (`int`):
-                Id of the tap.
-            module (`nn.Module`):
-                Whose first argument (or `hidden_states`) is the tap.
+            layer (`int`), module (`nn.Module`):
+                Id of the tap, and the module whose first argument (or `hidden_states`) it is.
             output (`bool`, *optional*, defaults to `False`):
                 Whether its output (or the first of a tuple) is the tap instead.
         """
@@ -106,17 +104,18 @@ class TapChannel:
 
     def hook_layers(self, stage: int, layers: nn.ModuleList) -> None:
         """
-        Captures all taps of a stage from the decoder layers of a policy.
+        Captures the taps of a stage from the decoder layers of a policy. Ids above the number of layers are left to
+        [`~TapChannel.hook`].
 
         Args:
-            stage (`int`):
-                One of this rank's stages.
-            layers (`nn.ModuleList`):
-                As long as in the whole policy; what the stage does not own is never looked at.
+            stage (`int`), layers (`nn.ModuleList`):
+                One of this rank's stages, and as many layers as in the whole policy.
         """
         for tap in self.plan.taps_of(stage):
-            is_output = tap.layer == len(layers)
-            self.hook(tap.layer, layers[-1] if is_output else layers[tap.layer], output=is_output)
+            if tap.layer < len(layers):
+                self.hook(tap.layer, layers[tap.layer])
+            elif tap.layer == len(layers):
+                self.hook(tap.layer, layers[-1], output=True)
 
     # --------------------------------------------------------------------------------------------------- steps
 
