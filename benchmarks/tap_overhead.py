@@ -325,7 +325,7 @@ def main():
     for name, value in (
         ("ranks", 3),
         ("layers", 3),
-        ("hidden", 512),
+        ("hidden", 768),
         ("rows", 2),
         ("length", 256),
         ("microbatches", 4),

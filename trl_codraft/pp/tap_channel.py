@@ -244,7 +244,7 @@ class TapChannel:
             return [taps[tap.layer] for tap in self.plan.taps]
 
     def discard(self) -> None:
-        """Drops what has arrived and was not taken."""
+        """Drops what was not taken."""
         self._queue.clear()
 
     def end_step(self) -> None:
