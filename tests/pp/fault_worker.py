@@ -1,6 +1,6 @@
 """
-Ranks of `test_tap_faults.py`: `python fault_worker.py FOLDER TRANSPORT` lets one of three ranks do something wrong, fault
-after fault. Stages 0 and 1 are sources, stage 2 is the draft's; the culprit is rank 0 unless the fault's name says so.
+Ranks of `test_tap_faults.py`: `python fault_worker.py FOLDER` lets one of three ranks do something wrong, fault after
+fault, on each transport. Stages 0 and 1 are sources, stage 2 is the draft's; the culprit is rank 0 unless the fault's name says so.
 """
 
 import os
@@ -180,13 +180,17 @@ def run_rank(rank, world_size, transport, fault):
 
 
 if __name__ == "__main__":
-    folder, transport = Path(sys.argv[1]), sys.argv[2]
-    assert transport in TRANSPORTS
-    chosen = sys.argv[3:] or FAULTS
+    folder = Path(sys.argv[1])
     outcomes = {}
-    for fault in chosen:
-        stalled = STALLED.get(fault)
-        outcomes[fault] = fork_ranks(
-            run_rank, NUM_RANKS, folder / fault, transport, fault, timeout=40, stalled=stalled
-        )
+    for transport in TRANSPORTS:
+        for fault in sys.argv[2:] or FAULTS:
+            outcomes[transport, fault] = fork_ranks(
+                run_rank,
+                NUM_RANKS,
+                folder / transport / fault,
+                transport,
+                fault,
+                timeout=40,
+                stalled=STALLED.get(fault),
+            )
     torch.save(outcomes, folder / "outcomes.pt")

@@ -94,7 +94,6 @@ USUAL = [
     "reentrant checkpointing",
     "gemma2",
     "qwen2",
-    "phi3",
 ]
 
 

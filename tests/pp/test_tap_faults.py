@@ -10,19 +10,20 @@ from forked import run_script
 LATEST = fault_worker.TIMEOUT + 10
 
 
-@pytest.fixture(scope="module", params=["shared memory", "gloo"])
-def outcomes(request, tmp_path_factory):
-    return run_script("fault_worker.py", tmp_path_factory.mktemp("faults"), request.param)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_script("fault_worker.py", tmp_path_factory.mktemp("faults"))
 
 
 def culprit_of(fault):
     return int(fault.split("rank ")[1][0]) if "rank " in fault else 0
 
 
+@pytest.mark.parametrize("transport", fault_worker.TRANSPORTS)
 @pytest.mark.parametrize("fault", fault_worker.FAULTS)
-def test_every_survivor_ends_in_time_and_names_the_culprit(outcomes, fault):
+def test_every_survivor_ends_in_time_and_names_the_culprit(outcomes, fault, transport):
     culprit = culprit_of(fault)
-    for rank, outcome in enumerate(outcomes[fault]):
+    for rank, outcome in enumerate(outcomes[transport, fault]):
         if rank == culprit and outcome.exitcode == -9:
             continue  # killed, or still asleep when the others had gone
         assert outcome.exitcode == 1, (rank, outcome)
@@ -50,7 +51,8 @@ MESSAGES = {
 }
 
 
+@pytest.mark.parametrize("transport", fault_worker.TRANSPORTS)
 @pytest.mark.parametrize("fault", MESSAGES)
-def test_the_rank_of_the_draft_says_what_is_wrong_where(outcomes, fault):
-    last = outcomes[fault][2].errors.strip().splitlines()[-1]
+def test_the_rank_of_the_draft_says_what_is_wrong_where(outcomes, fault, transport):
+    last = outcomes[transport, fault][2].errors.strip().splitlines()[-1]
     assert re.search(MESSAGES[fault], last), last

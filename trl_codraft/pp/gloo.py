@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -248,7 +249,8 @@ class _Source(_End):
 
     def fail(self, text: str) -> None:
         if self.sent_in_step < len(self.sizes):
-            self.last_message = torch.zeros(HEADER_BYTES + self.sizes[self.sent_in_step], dtype=torch.uint8)
+            # As long as the receive that is posted for it, so that even a short message's place holds the reason.
+            self.last_message = torch.zeros(HEADER_BYTES + max(self.sizes), dtype=torch.uint8)
             _write(self.last_message, Header(Kind.FAILURE, stage=self.lane.stage), text)
             self.pending.append(self.send(self.last_message, self.tag))
 
@@ -309,13 +311,16 @@ def _as_tensor(content: bytes) -> torch.Tensor:
 
 def _write(message: torch.Tensor, header: Header, text: str) -> None:
     """A header and as much of a text as fits."""
-    content = (header.pack() + text.encode())[: message.numel()]
+    content = text.encode()[: message.numel() - HEADER_BYTES]
+    content = replace(header, num_bytes=len(content)).pack() + content
     message[: len(content)] = _as_tensor(content)
 
 
 def _content(message: torch.Tensor) -> tuple[Header, str]:
     """Header of a message and, if it reports a failure, the reason."""
-    content = message.numpy()
-    header = Header.unpack(content[:HEADER_BYTES].tobytes())
-    text = content[HEADER_BYTES:].tobytes() if header.kind == Kind.FAILURE else b""
-    return header, text.rstrip(b"\0").decode(errors="replace")
+    header = Header.unpack(message[:HEADER_BYTES].numpy().tobytes())
+    if header.kind != Kind.FAILURE:
+        return header, ""
+    # Nothing was received beyond the text: the rest of a slot is what was there before.
+    text = message[HEADER_BYTES : HEADER_BYTES + header.num_bytes].numpy().tobytes()
+    return header, text.decode(errors="replace")
