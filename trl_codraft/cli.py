@@ -1,7 +1,8 @@
 """
 The command line: `trl-codraft grpo | export | validate | score | push`.
 
-Mistakes of the user end with one line on stderr and exit status 1, without a traceback.
+`grpo` takes the arguments of the GRPO script, through `TrlParser`; the others have few of their own. All read `--config
+FILE.yaml`, whose entries count as options given before those of the command line. Mistakes of the user end with one line on stderr and exit status 1, without a traceback.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .export import export_draft, push_draft, score_draft
@@ -36,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["grpo"]:
         return _grpo(arguments[1:])
-    args = _parser().parse_args(arguments)
+    try:
+        args = _parser().parse_args(_with_config(arguments))
+    except (ValueError, OSError) as error:
+        print(f"trl-codraft: error: {error}", file=sys.stderr)
+        return 1
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
@@ -44,46 +50,81 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _with_config(arguments: list[str]) -> list[str]:
+    """Replaces `--config FILE` by the options in the file, behind the command and before all others, which win."""
+    if "--config" not in arguments[:-1]:
+        return arguments
+    place = arguments.index("--config")
+    name, rest = arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+    try:
+        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must hold a mapping of options, such as `policy: me/policy`.")
+    options = []
+    for key, value in content.items():
+        option = "--" + str(key).replace("_", "-")
+        if value is True:
+            options.append(option)
+        elif value is not False:
+            for item in value if isinstance(value, list) else [value]:
+                options += [option, str(item)]
+    return [*rest[:1], *options, *rest[1:]]
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trl-codraft", description="Train, check, score and publish EAGLE-3 drafts.")
+    parser = argparse.ArgumentParser(
+        prog="trl-codraft",
+        description="Train, check, score and publish EAGLE-3 drafts.",
+        epilog="`trl-codraft COMMAND --help` lists the options of a command.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Listed for --help only: the script has a parser of its own, so `main` hands the arguments on unread.
     commands.add_parser("grpo", help="train a policy and its draft (all arguments of the GRPO script)", add_help=False)
 
-    export = commands.add_parser("export", help="rewrite a draft as one folder for vLLM, SGLang and speculators")
+    export = _add_command(commands, "export", "rewrite a draft as one folder for vLLM, SGLang and speculators")
     export.add_argument("draft", help="folder or Hub repository of a draft in any EAGLE-3 layout")
     export.add_argument("output", help="folder to write")
     _add_policy(export)
     _add_card(export)
     export.set_defaults(run=_export)
 
-    validate = commands.add_parser("validate", help="name everything a server would misread")
+    validate = _add_command(commands, "validate", "name everything a server would misread")
     validate.add_argument("path", help="folder or Hub repository of a draft")
     _add_policy(validate, required=False)
     validate.set_defaults(run=_validate)
 
-    score = commands.add_parser("score", help="measure the accept length on prompts")
+    score = _add_command(commands, "score", "measure the accept length on prompts")
     score.add_argument("draft", help="folder or Hub repository of a draft")
     _add_policy(score)
     prompts = score.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", help="one prompt; may be repeated")
     prompts.add_argument("--prompts-file", help="text file with one prompt per line, or .jsonl with a `prompt` field")
-    score.add_argument("--num-draft-tokens", type=int, default=3)
-    score.add_argument("--max-new-tokens", type=int, default=128)
-    score.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
-    score.add_argument("--batch-size", type=int, default=8)
-    score.add_argument("--seed", type=int, default=0)
+    score.add_argument("--num-draft-tokens", type=int, default=3, help="draft tokens per verification (default: 3)")
+    score.add_argument("--max-new-tokens", type=int, default=128, help="longest completion (default: 128)")
+    score.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily (default: 0)")
+    score.add_argument("--batch-size", type=int, default=8, help="prompts generated together (default: 8)")
+    score.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
     score.add_argument("--output", help="also write the result to this JSON file, for `--scores` of export and push")
     score.set_defaults(run=_score)
 
-    push = commands.add_parser("push", help="upload a draft, with its card, to a Hub repository of its own")
+    push = _add_command(commands, "push", "upload a draft, with its card, to a Hub repository of its own")
     push.add_argument("draft", help="folder or Hub repository of a draft")
     push.add_argument("repo_id", help="repository to create or update")
     _add_policy(push)
     _add_card(push)
-    push.add_argument("--private", action="store_true", default=None)
-    push.add_argument("--commit-message", default="Upload draft")
+    push.add_argument("--private", action="store_true", default=None, help="create the repository as private")
+    push.add_argument("--commit-message", default="Upload draft", help="message of the commit")
     push.set_defaults(run=_push)
+    return parser
+
+
+def _add_command(commands, name: str, purpose: str) -> argparse.ArgumentParser:
+    description = purpose[0].upper() + purpose[1:] + "."
+    parser = commands.add_parser(name, help=purpose, description=description, allow_abbrev=False)
+    # For --help only: `_with_config` takes it out beforehand.
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; those of the command line win")
     return parser
 
 

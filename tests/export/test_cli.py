@@ -115,6 +115,49 @@ def test_grpo_hands_all_arguments_to_the_script(monkeypatch):
     assert received == [["--model_name_or_path", "m", "--help"]]
 
 
+def test_options_come_from_yaml_and_the_command_line_wins(tmp_path, policy_folder, foreign, capsys):
+    config = tmp_path / "score.yaml"
+    content = f"policy: {policy_folder}\nprompt: [abc, d]\nmax_new_tokens: 6\nnum-draft-tokens: 4\ntemperature: 0.0\n"
+    config.write_text(content)
+    assert main(["score", foreign, "--config", str(config), "--num-draft-tokens", "2"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert (scores["num_prompts"], scores["num_draft_tokens"]) == (2, 2)
+    assert scores["committed"] <= 12
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("[1, 2]", "must hold a mapping"), ("a: [", "not valid YAML")], ids=["list", "broken"]
+)
+def test_bad_yaml_ends_with_one_line(tmp_path, capsys, content, message):
+    (tmp_path / "bad.yaml").write_text(content)
+    assert main(["validate", "somewhere", "--config", str(tmp_path / "bad.yaml")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_flags_and_unknown_options_of_yaml(tmp_path, capsys, monkeypatch):
+    received = []
+    monkeypatch.setattr(cli, "_push", lambda args: received.append(args) or 0)
+    config = tmp_path / "push.yaml"
+    config.write_text("policy: p\nprivate: true\nlicense: mit\n")
+    assert main(["push", "d", "me/draft", "--config", str(config)]) == 0
+    assert (received[0].private, received[0].license, received[0].draft) == (True, "mit", "d")
+    config.write_text("policy: p\nprivat: true\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["push", "d", "me/draft", "--config", str(config)])
+    assert stop.value.code == 2
+    assert "--privat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "validate", "score", "push"])
+def test_every_option_has_help(command, capsys):
+    parser = cli._parser()
+    chosen = next(action for action in parser._actions if action.dest == "command").choices[command]
+    assert all(action.help for action in chosen._actions)
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "--config" in capsys.readouterr().out
+
+
 def test_help_and_missing_command(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
