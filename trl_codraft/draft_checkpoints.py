@@ -65,7 +65,7 @@ class DraftCheckpoints(Trainer):
         """
         self._require_draft()
         if self.args.should_save:
-            export_draft(self.draft_model, base_policy(self.model), path)
+            export_draft(self.draft_model, base_policy(self.model), path, provenance=self._provenance())
 
     def push_draft_to_hub(self, repo_id: str, **kwargs):
         """
@@ -87,7 +87,23 @@ class DraftCheckpoints(Trainer):
             return None
         if "scores" not in kwargs and self._can_score_draft():
             kwargs["scores"] = self._score_on_held_out_prompts()
+        kwargs.setdefault("provenance", self._provenance())
         return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
+
+    def _provenance(self) -> dict[str, Any]:
+        """How the draft came about, for its card."""
+        args = self.args
+        start = args.draft_model_name_or_path or ("fresh" if self._draft_is_fresh else "a model that was passed in")
+        return {
+            "started from": start,
+            "GRPO steps": self.state.global_step,
+            "draft-only updates before": args.draft_pretrain_steps,
+            "trained inside the GRPO step": "yes" if args.draft_train else "no (`draft_train=False`)",
+            "passes of the unroll": f"{args.draft_ttt_steps}, weights {args.draft_ttt_decay} ** pass",
+            "learning rate": args.draft_learning_rate,
+            "rollout temperature": args.temperature,
+            "seed": args.seed,
+        }
 
     def _can_score_draft(self) -> bool:
         """Whether there are held-out prompts, and one process can roll out on them with the draft."""

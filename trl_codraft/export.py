@@ -37,6 +37,7 @@ def export_draft(
     scores: Mapping[str, Any] | None = None,
     license: str | None = None,
     tags: Sequence[str] = (),
+    provenance: Mapping[str, Any] | None = None,
     num_draft_tokens: int = 3,
 ) -> list[str]:
     """
@@ -62,6 +63,8 @@ def export_draft(
             Licence identifier for the card.
         tags (`Sequence[str]`, *optional*, defaults to `()`):
             More tags for the card.
+        provenance (`Mapping[str, Any]`, *optional*):
+            How the draft was made, for the card.
         num_draft_tokens (`int`, *optional*, defaults to `3`):
             Draft tokens per verification of `vllm serve <draft>`.
 
@@ -82,7 +85,13 @@ def export_draft(
         notes.extend(messages)
 
     card = draft_card(
-        draft.config, repo_id=repo_id, base_model=base_model, scores=scores, license=license, tags=tuple(tags)
+        draft.config,
+        repo_id=repo_id,
+        base_model=base_model,
+        scores=scores,
+        license=license,
+        tags=tuple(tags),
+        provenance=provenance,
     )
     save_draft(
         draft,

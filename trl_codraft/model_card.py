@@ -87,6 +87,7 @@ def draft_card(
     scores: Mapping[str, Any] | None = None,
     license: str | None = None,
     tags: tuple[str, ...] = (),
+    provenance: Mapping[str, Any] | None = None,
 ) -> str:
     """
     The text of `README.md`, with the Hub's metadata block.
@@ -105,6 +106,8 @@ def draft_card(
             Licence identifier of the Hub.
         tags (`tuple[str, ...]`, *optional*, defaults to `()`):
             Added to `eagle3`, `speculative-decoding`, `trl-codraft`.
+        provenance (`Mapping[str, Any]`, *optional*):
+            How the draft was made, a line each: steps, settings, data.
 
     Returns:
         `str`
@@ -128,6 +131,8 @@ def draft_card(
     ]
     if limits(config):
         parts.append("Limits of this draft:\n\n" + "\n".join(f"- {sentence}" for sentence in limits(config)))
+    if provenance:
+        parts.append("## Provenance\n\n" + "\n".join(f"- {name}: {value}" for name, value in provenance.items()))
     parts += [
         f"## Format\n\n{_format_text(config)}",
         "## Versions\n\n" + "\n".join(f"- {name}: {number}" for name, number in _versions().items()),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from .modeling.checkpoint import canonical_name, check_embedding, check_vocab_ids, expected_shapes, shape_problems
@@ -348,19 +349,32 @@ def _check_policy(
             "tables out of bounds, or acceptance collapses, beyond it"
         )
     rope, own = getattr(policy, "rope_parameters", None) or {}, raw.get("rope_parameters") or {}
-    for key in ("rope_type", "rope_theta"):
-        if key in rope and key in own and rope[key] != own[key]:
-            yield f"{NOTE}`{key}` is {own[key]!r}, the policy's {rope[key]!r}: right only if the draft was trained so"
+    # Policies with one set per layer type have no set to compare with.
+    for key in sorted({**rope, **own}) if "rope_type" in rope and own else ():
+        if own.get(key) != rope.get(key):
+            name = key if key.startswith("rope_") else f"rope_parameters.{key}"
+            yield (
+                f"{NOTE}`{name}` is {own.get(key)!r}, the policy's {rope.get(key)!r}: right only if the draft was trained so"
+            )
     dtype = next((tensor.dtype for name, tensor in tensors.items() if canonical_name(name) == "fc.weight"), None)
     if policy_dtype is not None and dtype is not None and policy_dtype != dtype:
         yield f"{NOTE}the tensors are {dtype}, the policy is {policy_dtype}: servers run the draft in the policy's"
 
 
 def _check_policy_model(tensors: Mapping[str, torch.Tensor], policy: nn.Module) -> Iterator[str]:
-    """A shipped embedding against the policy's."""
+    """A shipped embedding, and the head, against the policy's."""
     embedding = next((tensors[name] for name in tensors if canonical_name(name) == "embed_tokens.weight"), None)
     if embedding is not None:
         try:
             check_embedding(embedding, policy)
         except ValueError as error:
             yield str(error)
+    head, own = tensors.get("lm_head.weight"), policy.get_output_embeddings().weight
+    if head is None or head.shape != own.shape or isinstance(own, DTensor):
+        return
+    # A few rows tell nearly always, without a copy of the whole head.
+    if all(torch.equal(head[:rows], own[:rows].detach().to("cpu", head.dtype)) for rows in (4, len(head))):
+        yield (
+            f"{NOTE}`lm_head` equals the policy's: vLLM makes the two one tensor, which is fine to serve, but an update of "
+            "either in the running server changes both"
+        )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import V, flat_config, flat_tensors, write
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, metadata_load
 from safetensors.torch import load_file
 from tiny import tiny_policy, tiny_tokenizer
 
@@ -103,6 +103,32 @@ class TestCard:
             "Not SGLang: one tap is the output of the last layer",
         ):
             assert text in card.content, text
+
+    def test_passes_the_hub_librarys_own_readers(self, policy, tmp_path, monkeypatch):
+        """Metadata as `huggingface_hub` reads it back from the file, and the request of its `validate`, answered here."""
+        text = draft_card(make_draft(policy).config, repo_id="me/draft", base_model="org/policy", scores=SCORES)
+        (tmp_path / "README.md").write_text(text)
+        assert metadata_load(tmp_path / "README.md") == {
+            "base_model": "org/policy",
+            "pipeline_tag": "text-generation",
+            "tags": ["eagle3", "speculative-decoding", "trl-codraft"],
+        }
+        card, asked = ModelCard.load(tmp_path / "README.md"), []
+
+        class Session:
+            def post(self, url, json, headers):
+                asked.append((url.rsplit("/", 1)[1], json))
+                return SimpleNamespace(status_code=200)
+
+        monkeypatch.setattr("huggingface_hub.repocard.hf_raise_for_status", lambda response: None)
+        monkeypatch.setattr("huggingface_hub.repocard.get_session", Session)
+        card.validate()
+        assert asked == [("validate-yaml", {"repoType": "model", "content": text})]
+
+    def test_provenance_is_listed(self, policy):
+        text = draft_card(make_draft(policy).config, provenance={"GRPO steps": 7, "seed": 3})
+        assert "## Provenance\n\n- GRPO steps: 7\n- seed: 3\n" in text
+        assert "Provenance" not in draft_card(make_draft(policy).config)
 
     def test_without_scores_and_with_a_local_policy(self, policy, tmp_path):
         card = ModelCard(draft_card(make_draft(policy).config, base_model=str(tmp_path)))

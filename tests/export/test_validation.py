@@ -283,3 +283,25 @@ def test_unknown_activation_is_named(good, policy, tmp_path):
 
 def test_policy_may_be_a_config(good, policy, tmp_path):
     assert messages(good, policy.config, tmp_path, lambda config, tensors: None) == []
+
+
+def test_head_equal_to_the_policys_is_noted(tmp_path, policy):
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config))
+    draft.save_pretrained(tmp_path)
+    assert validate_draft(tmp_path, policy) == []
+    draft.lm_head.weight.data.copy_(policy.lm_head.weight)
+    draft.save_pretrained(tmp_path)
+    found = validate_draft(tmp_path, policy)
+    assert ["`lm_head` equals the policy's" in message for message in found] == [True]
+    assert problems(found) == []
+
+
+def test_every_number_of_rope_is_compared_with_the_policys(good, tmp_path, policy):
+    def scaled(config, tensors):
+        rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+        put("rope_parameters", rope)(config, tensors)
+        put("rope_scaling", rope)(config, tensors)
+
+    found = messages(good, policy, tmp_path, scaled)
+    assert ["`rope_parameters.factor` is 2.0" in message for message in found] == [True, False]
+    assert "`rope_type` is 'linear'" in found[1]

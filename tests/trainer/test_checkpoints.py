@@ -186,6 +186,8 @@ def test_pushed_draft_has_a_card_with_the_accept_length_on_held_out_prompts(tmp_
     assert scores["accept_length"] > 1
     assert f"{scores['accept_length']:.3f}" in cards[0]
     assert "me/draft" in cards[0]
+    for line in ("started from: fresh", "GRPO steps: 3", "draft-only updates before: 0", "rollout temperature: 1.0"):
+        assert f"- {line}\n" in cards[0]
 
 
 def test_without_draft_nothing_of_it_is_written(tmp_path):
@@ -250,4 +252,4 @@ def test_draft_is_pushed_unscored_where_held_out_prompts_cannot_be_rolled_out(wh
     else:
         monkeypatch.setattr(whole_run.model, "_is_stateful", True)
     whole_run.push_draft_to_hub("me/draft")
-    assert pushed == [{}]
+    assert [sorted(kwargs) for kwargs in pushed] == [["provenance"]]
