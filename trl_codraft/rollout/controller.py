@@ -19,13 +19,13 @@ from .stats import MAX_DRAFT_TOKENS
 
 
 # Extra cost of each drafted token, in plain steps, before anything is measured.
-PRIOR_TOKEN_COST = 0.15
+PRIOR_TOKEN_COST = 0.1
 # Cost of one draft step, in plain steps, where only the policy's part is known from other rounds.
 PRIOR_DRAFT_STEP = 0.03
 # Share of the time that may be spent on trying lengths other than the best one, and what a new controller may spend
 # before it has earned anything, in plain steps.
 EXPLORATION_SHARE = 0.01
-INITIAL_CREDIT = 1.5
+INITIAL_CREDIT = 0.5
 MAX_CREDIT = 3.0
 # Predicted speed-up below which plain decoding is preferred.
 MIN_GAIN = 1.03
@@ -236,13 +236,15 @@ class DraftLengthController:
         rows = self._rows.get(bucket, _Rows())
         if k in rows.ratios:
             return rows.ratios[k].value
-        guess = self._guess(bucket, k)
         if not rows.ratios:
-            return guess
-        # Keep the shape of the guess, and its size where something was measured.
-        nearest = min(rows.ratios, key=lambda other: (abs(other - k), other))
-        scale = (rows.ratios[nearest].value - 1) / max(self._guess(bucket, nearest) - 1, 1e-3)
-        return max(1 + (guess - 1) * scale, 0.5 * rows.ratios[nearest].value)
+            return self._guess(bucket, k)
+        below = max((other for other in rows.ratios if other < k), default=0)
+        above = min((other for other in rows.ratios if other > k), default=None)
+        start = rows.ratios[below].value if below else 1.0
+        if above is not None:
+            return start + (rows.ratios[above].value - start) * (k - below) / (above - below)
+        # Optimistic beyond what was measured, or a dear first token would hide cheap further ones.
+        return start + PRIOR_TOKEN_COST * (k - below)
 
     def _guess(self, bucket: int, k: int) -> float:
         """`cost` where no round with drafting was measured at this number of rows."""
