@@ -49,6 +49,7 @@ class Case:
     slots: int | None = None
     dtype: torch.dtype = torch.float32
     overrides: tuple = ()
+    steps: int = 2
 
 
 LAYERS_4 = (1, 1, 1, 1)
@@ -77,6 +78,8 @@ CASES = {
     "reentrant checkpointing": Case(2, (2, 2), checkpointing="reentrant"),
     "interleaved, checkpointing": Case(2, LAYERS_4, "Interleaved1F1B", checkpointing="non-reentrant"),
     "bf16": Case(2, (2, 2), dtype=torch.bfloat16),
+    "100 steps, 3 ranks, gloo": Case(3, (1, 2, 1), transport="gloo", taps=(1, 2, 3), steps=100),
+    "100 steps, interleaved": Case(2, LAYERS_4, "Interleaved1F1B", steps=100),
     **{
         name: Case(2, (3, 1), model=name, microbatches=2, overrides=tuple(overrides.items()))
         for name, overrides in ARCHITECTURES.items()
@@ -212,7 +215,7 @@ def run_case(rank, world_size, case):
     whole = policy_of(case)
     recorder = TapRecorder(whole, case.taps)
     result = {"taps": [], "losses": [], "evaluations": [], "bytes": []}
-    for step in range(2):
+    for step in range(case.steps):
         batches = ragged_microbatches(case, step)
         padded = pad_microbatches(batches, bucket=8 if step else 32)
         inputs = [inputs_of(rows) for rows in padded]
@@ -235,7 +238,7 @@ def run_case(rank, world_size, case):
                 for got, expected in zip(channel.take(number), taps[number], strict=True):
                     result["taps"].append(torch.equal(got, expected) and got.dtype == expected.dtype)
             result["losses"] += [(a - b).abs().item() for a, b in zip(losses, expected_losses, strict=True)]
-    # Two steps have accumulated.
+    # The gradients of all steps have accumulated.
     if whole.config.tie_word_embeddings and rank in (0, (len(case.layers) - 1) % case.num_ranks):
         tied = stages[0 if rank == 0 else -1].policy.get_input_embeddings().weight
         sum_tied_gradients(tied, 0, (len(case.layers) - 1) % case.num_ranks, groups[0])
@@ -367,7 +370,7 @@ if __name__ == "__main__":
     # Cases of as many ranks run one after the other in the same processes.
     for size in sorted({CASES[case].num_ranks for case in chosen}):
         cases = [case for case in chosen if CASES[case].num_ranks == size]
-        ranks = fork_ranks(run_rank, size, folder / f"{size}-ranks", cases, timeout=200)
+        ranks = fork_ranks(run_rank, size, folder / f"{size}-ranks", cases, timeout=600)
         for case in cases:
             outcomes[case] = [replace(rank, result=(rank.result or {}).get(case)) for rank in ranks]
     if chosen is USUAL:
