@@ -19,7 +19,7 @@ from trl_codraft.pp import Tap
 from trl_codraft.pp.message import HEADER_BYTES
 
 
-TIMEOUT = 1.0
+TIMEOUT = 3.0
 NUM_RANKS, NUM_MICROBATCHES = 3, 5
 SHAPES = [(2, 3), (2, 5), (1, 4), (2, 7), (3, 3)]
 FAULTY_MICROBATCH = 2
@@ -190,7 +190,7 @@ if __name__ == "__main__":
                 folder / transport / fault,
                 transport,
                 fault,
-                timeout=40,
+                timeout=60,
                 stalled=STALLED.get(fault),
             )
     torch.save(outcomes, folder / "outcomes.pt")

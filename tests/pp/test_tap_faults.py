@@ -43,11 +43,11 @@ MESSAGES = {
     "cut payload": "num_bytes 64 instead of 128" + WHERE,
     "other bytes": "from rank 0: a header arrived|checksum is wrong" + WHERE,
     "killed source": "(rank 0 is gone|connection to rank 0 broke)" + WHERE,
-    "stalled source": "waited 1 s for rank 0" + WHERE,
+    "stalled source": f"waited {fault_worker.TIMEOUT:g} s for rank 0" + WHERE,
     "broken model": r"rank 0 gave up: rank 0 \(stages \[0\]\): the model is broken",
     "other plan (rank 1)": r"The tap plan of rank\(s\) \[1\] differs",
     "other shapes": "another plan or other shapes|plan [0-9]+ instead of",
-    "never joins": "waited 1 s for rank 0.*stage 0, rank 0, microbatch 0, step 1",
+    "never joins": f"waited {fault_worker.TIMEOUT:g} s for rank 0.*stage 0, rank 0, microbatch 0, step 1",
 }
 
 

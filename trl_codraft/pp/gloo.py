@@ -123,8 +123,7 @@ class GlooTransport:
             end.end_step(timeout)
 
     def dead_ranks(self) -> list[int]:
-        """Gloo does not say which processes live."""
-        return []
+        return []  # gloo does not say which processes live
 
     def fail(self, text: str) -> None:
         for end in (*self._sources.values(), *self._sinks.values()):

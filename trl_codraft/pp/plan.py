@@ -196,6 +196,10 @@ class TapPlan:
         """Bytes of the payload of a stage's message for a microbatch."""
         return sum(_aligned(tap.num_bytes(rows)) for tap in self.taps_of(stage))
 
+    def step_bytes(self, shapes: Sequence[tuple[int, ...]]) -> dict[int, list[int]]:
+        """By source stage, the bytes of the payloads of all messages of a step."""
+        return {lane.stage: [self.message_bytes(lane.stage, rows) for rows in shapes] for lane in self.lanes}
+
     def views(self, stage: int, rows: tuple[int, ...], payload: torch.Tensor) -> dict[int, torch.Tensor]:
         """
         The taps inside a message, by layer.

@@ -216,6 +216,11 @@ class Pipeline:
             if self.channel is not None:
                 stages = [stage.index for stage in self.stages]
                 self.channel.fail(f"the pipeline failed on rank {self.rank} (stages {stages}): {error}")
+                if self.channel.dead_ranks:
+                    raise RuntimeError(
+                        f"The pipeline broke on rank {self.rank} (stages {stages}) when the process of rank(s) "
+                        f"{self.channel.dead_ranks} had ended: see what that one says."
+                    ) from error
             raise
 
 

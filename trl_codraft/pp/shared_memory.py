@@ -30,6 +30,8 @@ from .transport import gather_from_all
 
 # Longest text of a failure that travels, in bytes.
 MAX_TEXT = 2000
+# Seconds that a process may take to end after its connections broke.
+DYING = 0.5
 # A ring that was too small is replaced by one with this much to spare.
 GROWTH = 1.25
 PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -252,8 +254,9 @@ class SharedMemoryTransport:
     # ----------------------------------------------------------------------------------------------------- end
 
     def dead_ranks(self) -> list[int]:
-        """Ranks of the group whose process has ended."""
-        return [rank for rank, fd in self._pidfds.items() if select.select([fd], [], [], 0)[0]]
+        # A process that ends closes its connections a little before it counts as ended.
+        dead, _, _ = select.select(list(self._pidfds.values()), [], [], DYING)
+        return [rank for rank, fd in self._pidfds.items() if fd in dead]
 
     def fail(self, text: str) -> None:
         content = Header(Kind.FAILURE).pack() + text.encode()[:MAX_TEXT]

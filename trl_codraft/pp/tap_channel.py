@@ -65,6 +65,7 @@ class TapChannel:
         self.bytes_sent = 0
         self.seconds_blocked = 0.0
         self.failure: str | None = None
+        self.dead_ranks: list[int] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._shapes: tuple[tuple[int, ...], ...] = ()
         self._digest = 0
@@ -145,10 +146,7 @@ class TapChannel:
             self._digest = self.plan.fingerprint ^ digest(repr(self._shapes))
             self.epoch += 1
             self._captured, self._drained, self._active = set(), 0, True
-            sizes = {
-                lane.stage: [self.plan.message_bytes(lane.stage, shape) for shape in self._shapes]
-                for lane in self.plan.lanes
-            }
+            sizes = self.plan.step_bytes(self._shapes)
             self._timed(self.transport.begin_step, sizes, self._digest, self._patience)
 
     @contextmanager
@@ -284,8 +282,9 @@ class TapChannel:
         Makes the channel unusable and tells the other ranks the reason. For failures outside of it, as in the pipeline.
         """
         if self.failure is None:
-            dead = self.transport.dead_ranks()
-            self.failure = f"{reason} (processes that have ended: rank {dead})" if dead else reason
+            self.dead_ranks = self.transport.dead_ranks()
+            ended = f" (processes that have ended: rank {self.dead_ranks})" if self.dead_ranks else ""
+            self.failure = reason + ended
             self.transport.fail(self.failure)
 
     @property

@@ -48,6 +48,9 @@ class Transport(Protocol):
     def end_step(self, timeout: float) -> None:
         """Waits until everything this rank published has been taken."""
 
+    def dead_ranks(self) -> list[int]:
+        """Ranks of the group whose process has ended, as far as the transport can know."""
+
     def fail(self, text: str) -> None:
         """Tells the others why this rank gives up. Never raises, never waits long."""
 
