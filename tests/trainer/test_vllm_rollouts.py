@@ -16,7 +16,7 @@ from trl.trainer import grpo_trainer
 from trl_codraft import vllm_rollouts
 from trl_codraft.compatibility import warn_about_collapse
 from trl_codraft.rollout.stats import SpeculativeStats
-from trl_codraft.vllm_refit import refit_tensors, refuse_shared_weights, write_engine_draft
+from trl_codraft.vllm_refit import refuse_shared_weights, write_engine_draft
 from trl_codraft.vllm_rollouts import DraftVLLMGeneration
 
 
@@ -70,9 +70,9 @@ def record_staleness(trainer, monkeypatch):
     def checked(self, *args, **kwargs):
         names = dict(self.policy.named_parameters())
         policy = max((names[n] - p).abs().max().item() for n, p in trainer.model.named_parameters())
+        own = self.draft.state_dict()
         draft = max(
-            (dict(self.draft.state_dict())[n].float() - t.float()).abs().max().item()
-            for n, t in refit_tensors(trainer.draft_model, torch.float32)
+            (own[n].float() - t.float()).abs().max().item() for n, t in trainer.draft_model.state_dict().items()
         )
         found.append((policy, draft))
         return generate(self, *args, **kwargs)
