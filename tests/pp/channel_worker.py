@@ -192,10 +192,9 @@ def killed_in_step(rank, group, transport):
 CASES = {
     "changing shapes, 2 ranks": (2, changing_shapes),
     "changing shapes, 4 ranks": (4, changing_shapes),
-    "GPipe, 3 ranks": (3, partial(changing_shapes, schedule="GPipe")),
     "interleaved": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4)),
     "interleaved, fewest slots": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4, slots=2)),
-    "one slot": (3, partial(changing_shapes, slots=1)),
+    "one slot, GPipe": (3, partial(changing_shapes, schedule="GPipe", slots=1)),
     "recomputation": (2, recomputation),
     "refusals": (2, refusals),
     "leftovers": (2, leftovers),

@@ -92,7 +92,6 @@ USUAL = [
     "GPipe, 4 ranks",
     "interleaved",
     "interleaved, gloo, fewest slots",
-    "one slot",
     "checkpointing",
     "reentrant checkpointing",
     "gemma2",

@@ -1,6 +1,6 @@
 """Breaks pipeline and channel on purpose; the comparisons of the other tests have to notice."""
 
-import mutation_worker
+import pp_mutation_worker
 import pytest
 from forked import run_script
 
@@ -10,10 +10,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_script("mutation_worker.py", tmp_path_factory.mktemp("mutations"), timeout=280)
+    return run_script("pp_mutation_worker.py", tmp_path_factory.mktemp("mutations"), timeout=280)
 
 
-@pytest.mark.parametrize("mutation", mutation_worker.PIPELINES)
+@pytest.mark.parametrize("mutation", pp_mutation_worker.PIPELINES)
 def test_comparison_with_one_process_notices(outcomes, mutation):
     ranks = outcomes["pipeline", mutation]
     assert [rank.exitcode for rank in ranks] == [0, 0], ranks[1].errors[-2000:]
@@ -27,7 +27,7 @@ def test_comparison_with_one_process_notices(outcomes, mutation):
     assert noticed == (mutation != "nothing")
 
 
-@pytest.mark.parametrize("mutation", mutation_worker.CHANNELS)
+@pytest.mark.parametrize("mutation", pp_mutation_worker.CHANNELS)
 def test_comparison_with_known_taps_notices(outcomes, mutation):
     ranks = outcomes["channel", mutation]
     assert all(rank.exitcode == 0 for rank in ranks) == (mutation == "nothing"), [rank.errors for rank in ranks]

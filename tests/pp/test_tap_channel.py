@@ -32,10 +32,9 @@ def outcomes(folder):
     [
         "changing shapes, 2 ranks",
         "changing shapes, 4 ranks",
-        "GPipe, 3 ranks",
         "interleaved",
         "interleaved, fewest slots",
-        "one slot",
+        "one slot, GPipe",
     ],
 )
 def test_every_tap_arrives_to_the_bit_and_crosses_once(outcomes, transport, case):

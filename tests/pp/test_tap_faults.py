@@ -2,25 +2,25 @@
 
 import re
 
-import fault_worker
 import pytest
+import tap_fault_worker
 from forked import run_script
 
 
-LATEST = fault_worker.TIMEOUT + 10
+LATEST = tap_fault_worker.TIMEOUT + 10
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_script("fault_worker.py", tmp_path_factory.mktemp("faults"))
+    return run_script("tap_fault_worker.py", tmp_path_factory.mktemp("faults"))
 
 
 def culprit_of(fault):
     return int(fault.split("rank ")[1][0]) if "rank " in fault else 0
 
 
-@pytest.mark.parametrize("transport", fault_worker.TRANSPORTS)
-@pytest.mark.parametrize("fault", fault_worker.FAULTS)
+@pytest.mark.parametrize("transport", tap_fault_worker.TRANSPORTS)
+@pytest.mark.parametrize("fault", tap_fault_worker.FAULTS)
 def test_every_survivor_ends_in_time_and_names_the_culprit(outcomes, fault, transport):
     culprit = culprit_of(fault)
     for rank, outcome in enumerate(outcomes[transport, fault]):
@@ -43,15 +43,15 @@ MESSAGES = {
     "cut payload": "num_bytes 64 instead of 128" + WHERE,
     "other bytes": "from rank 0: a header arrived|checksum is wrong" + WHERE,
     "killed source": "(rank 0 is gone|connection to rank 0 broke)" + WHERE,
-    "stalled source": f"waited {fault_worker.TIMEOUT:g} s for rank 0" + WHERE,
+    "stalled source": f"waited {tap_fault_worker.TIMEOUT:g} s for rank 0" + WHERE,
     "broken model": r"rank 0 gave up: rank 0 \(stages \[0\]\): the model is broken",
     "other plan (rank 1)": r"The tap plan of rank\(s\) \[1\] differs",
     "other shapes": "another plan or other shapes|plan [0-9]+ instead of",
-    "never joins": f"waited {fault_worker.TIMEOUT:g} s for rank 0.*stage 0, rank 0, microbatch 0, step 1",
+    "never joins": f"waited {tap_fault_worker.TIMEOUT:g} s for rank 0.*stage 0, rank 0, microbatch 0, step 1",
 }
 
 
-@pytest.mark.parametrize("transport", fault_worker.TRANSPORTS)
+@pytest.mark.parametrize("transport", tap_fault_worker.TRANSPORTS)
 @pytest.mark.parametrize("fault", MESSAGES)
 def test_the_rank_of_the_draft_says_what_is_wrong_where(outcomes, fault, transport):
     last = outcomes[transport, fault][2].errors.strip().splitlines()[-1]

@@ -1,5 +1,5 @@
 """
-Ranks of `test_tap_faults.py`: `python fault_worker.py FOLDER` lets one of three ranks do something wrong, fault after
+Ranks of `test_tap_faults.py`: `python tap_fault_worker.py FOLDER` lets one of three ranks do something wrong, fault after
 fault, on each transport. Stages 0 and 1 are sources, stage 2 is the draft's; the culprit is rank 0 unless the fault's name says so.
 """
 
