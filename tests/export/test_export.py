@@ -223,6 +223,7 @@ class TestScore:
             ]
             assert torch.equal(outputs[0].sequences, outputs[1].sequences)
             assert [output.stats.drafted for output in outputs] == [4, 6]
+            assert [output.stats.accepted for output in outputs] == [4, 6]
 
     def test_text_prompts_in_batches_equal_ids_at_once(self):
         policy = tiny_policy(num_hidden_layers=2, scale=4.0)
