@@ -82,3 +82,12 @@ def test_draft_learns_on_every_rank_alike(runs):
     steps = [entry["draft/loss"] for entry in first["dapo"][2]["logs"] if "draft/loss" in entry]
     assert len(steps) == 3
     assert steps[-1] < steps[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_speculative_case_speculates(runs):
+    for rank in runs("2 ranks, every case"):
+        logs = rank["speculative"][2]["logs"]
+        assert max(entry.get("rollout/accept_length", 0.0) for entry in logs) > 1.0
+        assert {entry["rollout/speculation_on"] for entry in logs if "rollout/speculation_on" in entry} == {1.0}

@@ -71,9 +71,13 @@ class ShardedTrainer(Observed, CoDraftGRPOTrainer):
 def build(case, out, world_size, size, **overrides):
     """A trainer of a case, `size` ranks to a microbatch."""
     case = dict(case)
+    replayed = not case.pop("speculates", False)
     arguments, config = prepare(case, out, world_size, **overrides)
     draft_model = None
-    if config.get("use_draft", True):
+    if not replayed:
+        arguments["rollout_func"] = None
+        config |= {**DRAFT, "draft_tap_layers": [0, 2], **config}
+    elif config.get("use_draft", True):
         config |= {**DRAFT, **config}
         shape = {"tap_layers": [0, 2], "draft_vocab_size": config.get("draft_vocab_size", 104)}
         draft_config = Eagle3DraftConfig.from_policy(arguments["model"].config, **shape)

@@ -6,7 +6,7 @@ import torch
 
 
 # Logged values that depend on the clock.
-CLOCK = ("runtime", "per_second", "step_time", "total_flos", "draft/time")
+CLOCK = ("runtime", "per_second", "step_time", "total_flos", "draft/time", "speedup")
 
 
 def assert_close(actual, expected, tolerance, what):

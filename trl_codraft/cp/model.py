@@ -91,12 +91,17 @@ class RoutedPolicy:
             ValueError: on leaving, if a layer did not attend through [`ring_attention`].
         """
         forward = ShardForward(self, layout)
-        with ExitStack() as stack:
-            for config in self._configs:
-                stack.enter_context(_implementation_set(config))
-            stack.enter_context(decided_by_length(self._rotary, padded_length))
+        with self.attending_by(IMPLEMENTATION), decided_by_length(self._rotary, padded_length):
             yield {KEYWORD: forward}
         self._require_every_layer(forward)
+
+    @contextmanager
+    def attending_by(self, implementation: str) -> Iterator[None]:
+        """Forwards inside use an attention implementation of Transformers, whatever the user chose."""
+        with ExitStack() as stack:
+            for config in self._configs:
+                stack.enter_context(_implementation_set(config, implementation))
+            yield
 
     def follow(self, module: nn.Module) -> None:
         """Routes a module's later calls by themselves, when recomputation calls it outside [`forward_on`]."""
@@ -108,7 +113,7 @@ class RoutedPolicy:
         def enter(_, args, kwargs):
             if kwargs.get(KEYWORD) is not None:
                 entered.append(ExitStack())
-                entered[-1].enter_context(_implementation_set(module.config))
+                entered[-1].enter_context(_implementation_set(module.config, IMPLEMENTATION))
 
         def leave(_, args, kwargs, output):
             # The first call had begun when these hooks were added.
@@ -131,9 +136,9 @@ class RoutedPolicy:
 
 
 @contextmanager
-def _implementation_set(config: PretrainedConfig) -> Iterator[None]:
+def _implementation_set(config: PretrainedConfig, implementation: str) -> Iterator[None]:
     before = config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
+    config._attn_implementation = implementation
     try:
         yield
     finally:

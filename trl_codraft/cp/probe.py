@@ -89,10 +89,13 @@ def disagreement_with_plain(policy: PreTrainedModel) -> str | None:
     doc_lens = [end - start for start, end in ROWS]
     layout = ContextLayout(doc_lens, [[Segment(doc, 0, length) for doc, length in enumerate(doc_lens)]], device=device)
     columns = torch.arange(COLUMNS, device=device).expand_as(mask)[keep]
+    routed = RoutedPolicy(policy)
     with _evaluating(policy):
-        plain = policy.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[keep]
+        # Every policy has it, on every device: under FSDP2 this one is still on the CPU.
+        with routed.attending_by("eager"):
+            plain = policy.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[keep]
         try:
-            with RoutedPolicy(policy).forward_on(layout, COLUMNS) as route:
+            with routed.forward_on(layout, COLUMNS) as route:
                 ours = policy.base_model(
                     input_ids=ids[keep].unsqueeze(0), position_ids=columns.unsqueeze(0), use_cache=False, **route
                 ).last_hidden_state[0]
