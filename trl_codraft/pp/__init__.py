@@ -5,6 +5,7 @@ Knows nothing of TRL. Process groups and devices are arguments.
 """
 
 from .gloo import GlooTransport
+from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
 from .order import Action, required_slots, schedule_order
 from .plan import Tap, TapPlan
@@ -28,9 +29,12 @@ __all__ = [
     "TapMismatch",
     "TapPlan",
     "TapTimeout",
+    "average_gradients",
     "balance_layers",
+    "clip_grad_norm",
     "head_cost_of",
     "pad_microbatches",
+    "reduce_gradients",
     "required_slots",
     "schedule_order",
     "split_policy",

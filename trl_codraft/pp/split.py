@@ -7,7 +7,7 @@ Shapes: `B` rows, `S` columns, `H` hidden size, `V` vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,20 @@ class PolicyStage(nn.Module):
     def layers(self) -> nn.ModuleList:
         """The decoder layers, as many as in the whole policy."""
         return decoder_of(self.policy).layers
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """On the last of several stages, if embeddings are tied: its copy of the embedding that the first stage owns."""
+        if self.is_first or not self.is_last or not self.policy.config.tie_word_embeddings:
+            return None
+        return self.policy.get_input_embeddings().weight
+
+    def named_own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by their names in the whole policy, without `tied_copy`: over all stages, each of them once."""
+        copy_of_first = self.tied_copy
+        for name, parameter in self.policy.named_parameters():
+            if parameter is not copy_of_first:
+                yield name, parameter
 
     def forward(
         self,
