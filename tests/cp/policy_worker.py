@@ -17,6 +17,7 @@ from transformers.utils import logging
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_codraft.cp import ContextLayout
+from trl_codraft.cp.probe import disagreement_with_plain
 from trl_codraft.cp.sharding import ContextSharding
 from trl_codraft.group import LossGroup, score_together
 
@@ -173,12 +174,17 @@ def sharded_weights():
 
 def implementation_stays(rank):
     """The user's attention is back after a forward, also where gradient checkpointing called attention again."""
-    policy = build("llama", use_reentrant=True)
     ids, mask, _ = microbatch("ragged")
-    before = policy(ids, attention_mask=mask).logits.detach()
-    on_shards(policy, "ragged", False, "document")
-    assert policy.config._attn_implementation == "sdpa"
-    return torch.equal(policy(ids, attention_mask=mask).logits, before)
+    stays = []
+    for reentrant in (False, True):
+        policy = build("llama", use_reentrant=reentrant)
+        before = policy(ids, attention_mask=mask).logits.detach()
+        assert disagreement_with_plain(policy) is None
+        for _ in range(2):  # each with a routing of its own
+            on_shards(policy, "ragged", False, "document")
+            stays.append(policy.config._attn_implementation == "sdpa")
+            stays.append(torch.equal(policy(ids, attention_mask=mask).logits, before))
+    return all(stays)
 
 
 def broken():

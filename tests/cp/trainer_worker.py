@@ -92,6 +92,7 @@ def run(case, out, world_size, size):
     """One training run: what it saw at each step, its logs and its final weights."""
     trainer = build(case, out, world_size, size)
     trainer.train()
+    assert trainer.model.config._attn_implementation == "sdpa"
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     if trainer.draft_model is not None:
         weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}

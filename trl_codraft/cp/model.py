@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from ..modeling.taps import decoder_of
@@ -72,6 +73,7 @@ class RoutedPolicy:
         self._configs = list({id(config): config for config in configs}.values())
         self._rotary = rotary_by_length(policy)
         self._followed: set[nn.Module] = set()
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def forward_on(self, layout: ContextLayout, padded_length: int) -> Iterator[dict[str, ShardForward]]:
@@ -120,8 +122,15 @@ class RoutedPolicy:
             if kwargs.get(KEYWORD) is not None and entered:
                 entered.pop().close()
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        # Last in, first out: what several routings of one policy set is put back in reverse.
+        self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True, prepend=True))
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._followed = [], set()
 
     def _require_every_layer(self, forward: ShardForward) -> None:
         attended = set(forward.attended)

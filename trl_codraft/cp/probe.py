@@ -91,8 +91,9 @@ def disagreement_with_plain(policy: PreTrainedModel) -> str | None:
     columns = torch.arange(COLUMNS, device=device).expand_as(mask)[keep]
     routed = RoutedPolicy(policy)
     with _evaluating(policy):
-        # Every policy has it, on every device: under FSDP2 this one is still on the CPU.
-        with routed.attending_by("eager"):
+        # Flash kernels need a GPU, and under FSDP2 the policy is still on the CPU; every policy has the eager form.
+        chosen = policy.config.get_text_config()._attn_implementation
+        with routed.attending_by(chosen if chosen in ("sdpa", "eager") else "eager"):
             plain = policy.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[keep]
         try:
             with routed.forward_on(layout, COLUMNS) as route:
@@ -101,6 +102,8 @@ def disagreement_with_plain(policy: PreTrainedModel) -> str | None:
                 ).last_hidden_state[0]
         except ValueError as error:
             return str(error)
+        finally:
+            routed.close()
     errors = ((ours - plain).float().norm(dim=-1) / plain.float().norm(dim=-1)).split(doc_lens)
     worst = max(error.median().item() for error in errors)
     # Not a number is no agreement either.
