@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import requests
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
@@ -261,6 +260,9 @@ class DraftVLLMGeneration(VLLMGeneration):
         super().sync_weights()
 
     def _server_is_alive(self) -> bool:
+        # TRL's client needs it too, and only a run with a server.
+        import requests
+
         try:
             return requests.get(f"{self.vllm_client.base_url}/health", timeout=5).status_code == 200
         except requests.exceptions.RequestException:
