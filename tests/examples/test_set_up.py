@@ -1,8 +1,12 @@
 """What the README promises a newcomer: two commands, one environment, no host named."""
 
+import ast
+import configparser
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +70,32 @@ def test_the_readme_example_compiles():
     assert len(blocks) == 2
     for block in blocks:
         compile(block.split("```")[0], "README.md", "exec")
+
+
+def imported_on_import(path):
+    """Top-level names that a module imports outside of functions and of `if TYPE_CHECKING`."""
+    pending = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.ClassDef | ast.Try | ast.If) and "TYPE_CHECKING" not in ast.dump(node):
+            pending += ast.iter_child_nodes(node)
+
+
+def test_modules_import_nothing_but_what_the_package_installs():
+    """What another package happens to have brought into this environment may be absent from the next."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    required = re.findall(r"^[a-z_]+", settings["options"]["install_requires"], re.MULTILINE)
+    # numpy, yaml and tqdm come with transformers by its own requirements.
+    known = {*sys.stdlib_module_names, *required, "trl_codraft", "numpy", "tqdm", "yaml"}
+    unknown = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (ROOT / "trl_codraft").rglob("*.py")
+        for name in imported_on_import(path)
+        if name not in known
+    }
+    assert not unknown
