@@ -9,6 +9,7 @@ from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
 from .order import Action, required_slots, schedule_order
 from .plan import Tap, TapPlan
+from .planner import PipelineMemory, RankMemory, bubble_share, plan_memory
 from .rows import Rows, pad_microbatches
 from .schedule import Pipeline
 from .shared_memory import SharedMemoryTransport
@@ -20,7 +21,9 @@ __all__ = [
     "Action",
     "GlooTransport",
     "Pipeline",
+    "PipelineMemory",
     "PolicyStage",
+    "RankMemory",
     "Rows",
     "SharedMemoryTransport",
     "Tap",
@@ -31,9 +34,11 @@ __all__ = [
     "TapTimeout",
     "average_gradients",
     "balance_layers",
+    "bubble_share",
     "clip_grad_norm",
     "head_cost_of",
     "pad_microbatches",
+    "plan_memory",
     "reduce_gradients",
     "required_slots",
     "schedule_order",

@@ -192,7 +192,7 @@ def verify_split(policy: nn.Module) -> None:
         ValueError: if the split model computes something else.
     """
     require_known_parts(policy)
-    config = _two_layer_config(policy.config)
+    config = two_layer_config(policy.config)
     device, dtype = policy.device, policy.dtype
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -216,7 +216,7 @@ def verify_split(policy: nn.Module) -> None:
         )
 
 
-def _two_layer_config(config: Any) -> Any:
+def two_layer_config(config: Any) -> Any:
     """The config of a two-layer model of the same kind: two different kinds of layers if it has several."""
     config = copy.deepcopy(config)
     if getattr(config, "layer_types", None):

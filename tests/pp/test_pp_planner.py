@@ -1,0 +1,130 @@
+"""The memory that is planned for a pipeline against what its stages hold and autograd saves."""
+
+import re
+
+import pytest
+import torch
+from tiny import tiny_policy
+
+from trl_codraft.pp import TapPlan, bubble_share, plan_memory, split_policy
+from trl_codraft.pp.order import BACKWARD_TIME, FORWARD_TIME, action_ends, schedule_order
+from trl_codraft.pp.planner import saved_by_layer
+
+
+ROWS, COLUMNS = 2, 24
+SIZES = {"num_microbatches": 4, "rows": ROWS, "columns": COLUMNS}
+
+
+def saved_bytes(policy, act):
+    """Bytes of all storages that autograd saves in a real forward, without weights."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in [*policy.parameters(), *policy.buffers()]}
+    saved = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        act()
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("layers", "num_ranks"), [((3, 1), 2), ((1, 1, 1, 1), 2), ((4,), 1)])
+def test_weights_and_optimizer_are_those_of_the_stages(layers, num_ranks, tied):
+    policy = tiny_policy("llama", tie_word_embeddings=tied)
+    policy.model.layers[1].requires_grad_(False)
+    schedule = "Interleaved1F1B" if len(layers) > num_ranks else "1F1B"
+    plan = plan_memory(policy, layers, num_ranks=num_ranks, schedule=schedule, **SIZES)
+    for rank, memory in enumerate(plan.ranks):
+        weights = gradients = states = 0
+        for number in range(rank, len(layers), num_ranks):
+            stage = tiny_policy("llama", tie_word_embeddings=tied)
+            stage.model.layers[1].requires_grad_(False)
+            parameters = list(split_policy(stage, layers, number).policy.parameters())
+            optimizer = torch.optim.AdamW(parameters)
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+            weights += sum(parameter.nbytes for parameter in parameters)
+            gradients += sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
+            states += sum(
+                value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim()
+            )
+        assert (memory.weights, memory.gradients, memory.optimizer) == (weights, gradients, states)
+        assert memory.replica == sum(parameter.nbytes for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3_text", "olmo2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_a_layer_saves_is_what_real_layers_save(model, attention):
+    policies = [tiny_policy(model, num_hidden_layers=count, attn_implementation=attention).train() for count in (2, 4)]
+    ids = torch.zeros(ROWS, COLUMNS, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # rows are padded, as those of GRPO are
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    two, four = (saved_bytes(policy, lambda p=policy: p.model(**inputs)) for policy in policies)
+    layer, _ = saved_by_layer(policies[0], ROWS, COLUMNS)
+    assert layer == pytest.approx((four - two) / 2, rel=0.02)
+
+
+def test_activations_follow_the_microbatches_under_way():
+    policy = tiny_policy("llama")
+    layer, shared = saved_by_layer(policy, ROWS, COLUMNS)
+    hidden, logits = ROWS * COLUMNS * 32 * 4, ROWS * COLUMNS * 104 * 4
+    travelling = 4 * hidden
+    for schedule, under_way in (("1F1B", (2, 1)), ("GPipe", (4, 4))):
+        plan = plan_memory(policy, (3, 1), num_ranks=2, schedule=schedule, **SIZES)
+        first, last = (memory.activations - travelling for memory in plan.ranks)
+        assert first == under_way[0] * (3 * layer + shared)
+        assert last == under_way[1] * (layer + shared + logits)
+    plan = plan_memory(policy, (3, 1), num_ranks=2, gradient_checkpointing=True, **SIZES)
+    assert plan.ranks[0].activations - travelling == 2 * (3 * hidden + shared) + layer
+
+
+def test_taps_draft_and_replica_lie_where_they_are_used():
+    policy = tiny_policy("llama")
+    plan = plan_memory(policy, (2, 2), num_ranks=2, tap_layers=(1, 3, 4), draft_bytes=1000, replica=False, **SIZES)
+    taps = TapPlan.for_layers((1, 3, 4), (2, 2), 32, torch.float32, num_ranks=2, num_microbatches=4)
+    slots, tap = taps.lanes[0].slots, ROWS * COLUMNS * 32 * 4
+    assert [memory.taps for memory in plan.ranks] == [slots * tap, slots * tap + 4 * 3 * tap]
+    assert [memory.draft for memory in plan.ranks] == [0, 1000]
+    assert [memory.replica for memory in plan.ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_stages", "count"),
+    [
+        ("1F1B", 4, 4, 4),
+        ("1F1B", 2, 2, 8),
+        ("GPipe", 4, 4, 6),
+        ("Interleaved1F1B", 2, 4, 4),
+        ("Interleaved1F1B", 4, 8, 8),
+    ],
+)
+def test_the_bubble_is_the_wait_of_the_schedule_run_by_its_order(schedule, num_ranks, num_stages, count):
+    order = schedule_order(schedule, num_ranks, num_stages, count)
+    ends = action_ends(order, num_stages, lambda action: BACKWARD_TIME if action.backward else FORWARD_TIME)
+    busy = count * (num_stages // num_ranks) * (FORWARD_TIME + BACKWARD_TIME)
+    assert bubble_share(num_ranks, count, num_stages // num_ranks) == pytest.approx(1 - busy / max(ends.values()))
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change():
+    policy = tiny_policy("llama")
+    sizes = {**SIZES, "num_ranks": 2, "tap_layers": (1, 2)}
+    fits = plan_memory(policy, (2, 2), **sizes)
+    largest = max(memory.total for memory in fits.ranks)
+    assert plan_memory(policy, (2, 2), memory=largest, **sizes) == fits
+    with pytest.raises(ValueError, match=r"Rank \d of the pipeline needs .*activations .*gradient_checkpointing=True"):
+        plan_memory(policy, (2, 2), memory=largest - 1, **sizes)
+    with pytest.raises(ValueError, match=re.escape("roll out with a vLLM server")):
+        plan_memory(policy, (2, 2), memory=1, **{**sizes, "rows": 1, "columns": 1})
+    assert re.search(r"bubble 20\.0%", fits.table())
+    assert len(fits.table().splitlines()) == 4
+
+
+def test_a_forward_that_looks_at_values_is_refused_by_name():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="LlamaForCausalLM saves cannot be counted without running it"):
+        plan_memory(tiny_policy("llama", rope_parameters=rope), (2, 2), num_ranks=2, **SIZES)
