@@ -4,21 +4,30 @@ forwards and backwards, and each rank compares with the whole policy in its own 
 """
 
 import sys
+import time
+import zlib
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from forked import fork_ranks
+from peft import LoraConfig, inject_adapter_in_model
 from pipeline_worker import CASES as PIPELINES
 from pipeline_worker import LAYERS_4, inputs_of, ragged_microbatches, score
 from tiny import tiny_policy
+from transformers import AutoModelForCausalLM
 
 from trl_codraft.pp import (
     Pipeline,
+    PolicyReplica,
     average_gradients,
     clip_grad_norm,
+    load_optimizer,
     pad_microbatches,
     reduce_gradients,
+    save_optimizer,
+    save_policy,
     split_policy,
 )
 
@@ -107,6 +116,163 @@ def gradients(rank, world_size, num_ranks, layers):
     return result
 
 
+def disturbed(policy, seed, trained=lambda name: True):
+    """Adds to each parameter what its name says, as an optimizer step would."""
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if trained(name):
+                draw = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+                parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return policy
+
+
+def with_adapters(policy):
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), policy)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.fill_(0.1)
+    return policy
+
+
+def same(policy, expected):
+    pairs = zip(policy.state_dict().items(), expected.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def replicas(rank, world_size, layers, adapters):
+    """A replica after assembly and two refreshes, against the whole policy."""
+    stages, make, trained = stages_of(rank, world_size, layers), policy_of, lambda name: True
+    whole = None
+    if adapters:
+        make, trained = (lambda: with_adapters(policy_of())), lambda name: "lora_" in name
+        for stage in stages:
+            with_adapters(stage.policy)
+        whole = disturbed(with_adapters(policy_of()), 99)
+    expected = make()
+    for model in (*(stage.policy for stage in stages), expected):
+        disturbed(model, 1)
+    result = {"refused": "", "equal": [], "tokens": []}
+    if adapters:
+        try:
+            PolicyReplica(stages, dist.group.WORLD)
+        except ValueError as error:
+            result["refused"] = str(error)
+    state = torch.get_rng_state()
+    replica = PolicyReplica(stages, dist.group.WORLD, whole)
+    result["random state kept"] = torch.equal(state, torch.get_rng_state())
+    places = {name: value.data_ptr() for name, value in replica.model.state_dict().items()}
+    ids = torch.tensor([[0, 0, 5, 17, 33], [9, 41, 60, 88, 12]])
+    prompts = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    for step in range(3):
+        if step:
+            for model in (*(stage.policy for stage in stages), expected):
+                disturbed(model, step + 1, trained)
+            replica.refresh()
+        result["equal"].append(same(replica.model, expected))
+        generated, wanted = (
+            model.generate(**prompts, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+            for model in (replica.model, expected.eval())
+        )
+        result["tokens"].append((generated.tolist(), wanted.tolist()))
+    result["in place"] = places == {name: value.data_ptr() for name, value in replica.model.state_dict().items()}
+    result["tied"] = replica.model.lm_head.weight is replica.model.model.embed_tokens.weight
+    result["gradients"] = any(parameter.requires_grad for parameter in replica.model.parameters())
+    return result
+
+
+def optimizer_of(policies, lr=0.01):
+    """AdamW with the usual two groups."""
+    parameters = [parameter for policy in policies for parameter in policy.parameters()]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() <= 1]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr)
+
+
+def optimizer_step(policies, optimizer, step):
+    """With gradients that depend on a parameter's name, and another learning rate in every step."""
+    for policy in policies:
+        for name, parameter in policy.named_parameters():
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
+def message_of(error, act):
+    start = time.monotonic()
+    try:
+        act()
+    except error as raised:
+        return str(raised), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def checkpoints(rank, world_size, folder):
+    """Saved under two stages after two steps, loaded under one, four and two times two, and compared after a third."""
+    short = timedelta(seconds=2)
+    groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 4: dist.new_group([0, 1, 2, 3])}
+    alone = [dist.new_group([0, 1], backend="gloo", timeout=short) for _ in range(2)]
+    whole = policy_of()
+    optimizer = optimizer_of([whole])
+    for step in range(2):
+        optimizer_step([whole], optimizer, step)
+    if rank == 0:
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("of an earlier save")
+        (folder / "optimizer-00003-of-00003.pt").write_text("of an earlier save")
+    dist.barrier()
+    if rank < 2:
+        stages = stages_of(rank, 2, (2, 2))
+        policies = [stage.policy for stage in stages]
+        own = optimizer_of(policies)
+        for step in range(2):
+            optimizer_step(policies, own, step)
+        save_policy(stages, folder, groups[2])
+        save_optimizer(own, stages, folder, groups[2])
+    dist.barrier()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    result = {"files": sorted(path.name for path in folder.iterdir()), "weights": same(loaded, whole)}
+    result["tied"] = loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    result["config"] = (loaded.config.architectures, str(loaded.dtype), loaded.config.num_hidden_layers)
+    optimizer_step([whole], optimizer, 2)
+    result["resumed"] = {}
+    for num_ranks, layers in ((1, (4,)), (4, LAYERS_4), (2, LAYERS_4)):
+        if rank < num_ranks:
+            numbers = range(rank, len(layers), num_ranks)
+            stages = [
+                split_policy(AutoModelForCausalLM.from_pretrained(folder), layers, number, score) for number in numbers
+            ]
+            policies = [stage.policy for stage in stages]
+            own = optimizer_of(policies, lr=1.0)
+            load_optimizer(own, stages, folder)
+            optimizer_step(policies, own, 2)
+            expected = dict(whole.named_parameters())
+            got = [pair for policy in policies for pair in policy.named_parameters()]
+            equal = all(torch.equal(parameter, expected[name]) for name, parameter in got)
+            again = folder.parent / f"again-{num_ranks}"
+            save_policy(stages, again, groups[num_ranks])
+            saved_again = same(AutoModelForCausalLM.from_pretrained(again), whole)
+            result["resumed"][num_ranks] = len(got) > 0 and equal and saved_again
+    if rank < 2:
+        # Each of the two alone, in a group of its own.
+        result["alone"] = message_of(RuntimeError, lambda: save_policy(stages, folder, alone[rank], timeout=1.0))
+        adapted = [split_policy(policy_of(), (2, 2), rank)]
+        with_adapters(adapted[0].policy)
+        result["adapters"] = message_of(ValueError, lambda: save_policy(adapted, folder / "adapted", groups[2]))[0]
+        result["other parameters"] = message_of(ValueError, lambda: load_optimizer(own, adapted, folder))[0]
+    dist.barrier()
+    if rank == 0:
+        (folder / "optimizer-00001-of-00002.pt").unlink()
+        result["missing file"] = message_of(ValueError, lambda: load_optimizer(own, stages, folder))[0]
+    return result
+
+
+REPLICAS = {
+    "replica, 2 ranks": (2, (2, 2), False),
+    "replica, interleaved, adapters": (2, LAYERS_4, True),
+}
 RUNS = {
     "2 x 2 ranks": (4, 2, (2, 2)),
     "4 ranks": (4, 4, LAYERS_4),
@@ -119,4 +285,7 @@ if __name__ == "__main__":
         name: fork_ranks(gradients, size, folder / f"gradients-{number}", *arguments)
         for number, (name, (size, *arguments)) in enumerate(RUNS.items())
     }
+    for number, (name, (size, *arguments)) in enumerate(REPLICAS.items()):
+        outcomes[name] = fork_ranks(replicas, size, folder / f"replicas-{number}", *arguments)
+    outcomes["checkpoints"] = fork_ranks(checkpoints, 4, folder / "checkpoints", folder / "saved")
     torch.save(outcomes, folder / "outcomes.pt")

@@ -4,12 +4,14 @@ Pipeline parallelism: a policy split by layers, and the tap channel that brings 
 Knows nothing of TRL. Process groups and devices are arguments.
 """
 
+from .checkpoint import load_optimizer, save_optimizer, save_policy
 from .gloo import GlooTransport
 from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
 from .order import Action, required_slots, schedule_order
 from .plan import Tap, TapPlan
 from .planner import PipelineMemory, RankMemory, bubble_share, plan_memory
+from .replica import PolicyReplica
 from .rows import Rows, pad_microbatches
 from .schedule import Pipeline
 from .shared_memory import SharedMemoryTransport
@@ -22,6 +24,7 @@ __all__ = [
     "GlooTransport",
     "Pipeline",
     "PipelineMemory",
+    "PolicyReplica",
     "PolicyStage",
     "RankMemory",
     "Rows",
@@ -37,10 +40,13 @@ __all__ = [
     "bubble_share",
     "clip_grad_norm",
     "head_cost_of",
+    "load_optimizer",
     "pad_microbatches",
     "plan_memory",
     "reduce_gradients",
     "required_slots",
+    "save_optimizer",
+    "save_policy",
     "schedule_order",
     "split_policy",
     "sum_tied_gradients",

@@ -1,0 +1,97 @@
+"""
+The whole policy on every rank of a pipeline, for rollouts: each rank then generates and scores its own rows, as in data
+parallelism. The whole model has to fit beside the stage: see `planner.py`.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .split import PolicyStage
+
+
+class _Piece(NamedTuple):
+    """A parameter of the policy, as its stage describes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    frozen: bool
+
+
+class PolicyReplica:
+    """
+    A copy of the whole policy without gradients, assembled from the stages by broadcasts. Collective in the group.
+
+    Args:
+        stages (`Sequence[PolicyStage]`):
+            Those of this rank.
+        group (`ProcessGroup`):
+            The ranks of the pipeline, between steps.
+        whole ([`~transformers.PreTrainedModel`], *optional*):
+            A policy that is not split, on this rank's device, whose weights are overwritten. Its parameters need the same
+            names as the stages' and may be of another dtype. If `None`, one is made from the stage's class and config; a
+            policy with adapters has to be passed, the same adapters in it.
+
+    Attributes:
+        model ([`~transformers.PreTrainedModel`]): the replica, in evaluation mode. Tied weights stay tied.
+
+    Raises:
+        ValueError: on all ranks alike, if the names or shapes are not those of the stages.
+    """
+
+    def __init__(self, stages: Sequence[PolicyStage], group: dist.ProcessGroup, whole: nn.Module | None = None):
+        self.model = (_like(stages[0].policy) if whole is None else whole).eval().requires_grad_(False)
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._sources = {name: value for stage in stages for name, value in stage.named_own_parameters()}
+        self._targets = dict(self.model.named_parameters())
+        own = [_Piece(name, tuple(value.shape), not value.requires_grad) for name, value in self._sources.items()]
+        by_rank: list[list[_Piece]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(by_rank, own, group)
+        self._owners = [(piece, rank) for rank, pieces in enumerate(by_rank) for piece in pieces]
+        self._require_same_parameters()
+        self._send([(piece.name, rank) for piece, rank in self._owners])
+
+    def refresh(self) -> None:
+        """
+        Brings the replica up to date, in place, after an optimizer step. Collective in the group. What was frozen when the
+        replica was made is not sent again.
+        """
+        self._send([(piece.name, rank) for piece, rank in self._owners if not piece.frozen])
+
+    @torch.no_grad()
+    def _send(self, names: list[tuple[str, int]]) -> None:
+        works = []
+        for name, owner in names:
+            target = self._targets[name]
+            if owner == self._rank:
+                target.copy_(self._sources[name])
+            works.append(dist.broadcast(target, group=self._group, group_src=owner, async_op=True))
+        for work in works:
+            work.wait()
+
+    def _require_same_parameters(self) -> None:
+        stages = {piece.name: piece.shape for piece, _ in self._owners}
+        replica = {name: tuple(value.shape) for name, value in self._targets.items()}
+        # Buffers that checkpoints hold are weights too, and nobody sends them.
+        every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = sorted(set(self.model.state_dict()) - every_name)
+        if stages != replica or buffers:
+            differing = sorted(name for name in {*stages, *replica} if stages.get(name) != replica.get(name)) + buffers
+            raise ValueError(
+                f"A replica of {type(self.model).__name__} cannot be assembled: {len(differing)} tensors differ between "
+                f"the stages and the whole model, among them {', '.join(differing[:4])}. Pass as `whole` a policy of the "
+                "same class, config and adapters; policies with buffers among their weights are not supported."
+            )
+
+
+def _like(policy: nn.Module) -> nn.Module:
+    """A whole policy of the class and config of a stage's, with other weights."""
+    with torch.random.fork_rng(devices=[policy.device] if policy.device.type == "cuda" else []):
+        whole = type(policy)._from_config(copy.deepcopy(policy.config), dtype=policy.dtype).to(policy.device)
+    whole.generation_config = copy.deepcopy(policy.generation_config)
+    return whole
