@@ -257,11 +257,15 @@ class CoDraftGRPOConfig(GRPOConfig):
             ("draft_warmup_steps", 0),
             ("draft_pretrain_steps", 0),
         ):
-            if getattr(self, name) < smallest:
-                raise ValueError(f"`{name}` must be at least {smallest}, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < smallest:
+                raise ValueError(f"`{name}` must be an integer of at least {smallest}, got {value!r}.")
         for name in ("draft_ttt_decay", "draft_learning_rate", "draft_pretrain_learning_rate", "draft_max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
+        if not isinstance(self.draft_weight_decay, int | float) or not self.draft_weight_decay >= 0:
+            raise ValueError(f"`draft_weight_decay` must not be negative, got {self.draft_weight_decay!r}.")
         if self.draft_teacher_temperature is not None and not self.draft_teacher_temperature > 0:
             raise ValueError(
                 f"`draft_teacher_temperature` must be positive, got {self.draft_teacher_temperature}. Leave it at "

@@ -65,7 +65,10 @@ class DraftCheckpoints(Trainer):
         """
         self._require_draft()
         if self.args.should_save:
-            export_draft(self.draft_model, base_policy(self.model), path, provenance=self._provenance())
+            # The draft is for the policy as it has become, not for the one it started from.
+            base_model = self.args.hub_model_id or self.args.output_dir
+            policy = base_policy(self.model)
+            export_draft(self.draft_model, policy, path, base_model=base_model, provenance=self._provenance())
 
     def push_draft_to_hub(self, repo_id: str, **kwargs):
         """
@@ -77,7 +80,8 @@ class DraftCheckpoints(Trainer):
             repo_id (`str`):
                 Repository to push to, such as `"me/Qwen3-4B-eagle3"`.
             kwargs (`dict`, *optional*):
-                Passed on to [`~export.push_draft`]. `scores` takes the place of the measurement.
+                Passed on to [`~export.push_draft`]. `scores` takes the place of the measurement; `base_model` names the
+                repository of the trained policy where `hub_model_id` does not.
 
         Raises:
             ValueError: if there is no draft (yet), or it does not validate.
@@ -88,6 +92,8 @@ class DraftCheckpoints(Trainer):
         if "scores" not in kwargs and self._can_score_draft():
             kwargs["scores"] = self._score_on_held_out_prompts()
         kwargs.setdefault("provenance", self._provenance())
+        if self.args.hub_model_id:
+            kwargs.setdefault("base_model", self.args.hub_model_id)
         return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
 
     def _provenance(self) -> dict[str, Any]:
@@ -95,7 +101,8 @@ class DraftCheckpoints(Trainer):
         args = self.args
         start = args.draft_model_name_or_path or ("fresh" if self._draft_is_fresh else "a model that was passed in")
         return {
-            "started from": start,
+            "policy started from": base_policy(self.model).config._name_or_path or "a model that was passed in",
+            "draft started from": start,
             "GRPO steps": self.state.global_step,
             "draft-only updates before": args.draft_pretrain_steps,
             "trained inside the GRPO step": "yes" if args.draft_train else "no (`draft_train=False`)",

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from checkpoints import H, V, flat_config, flat_tensors, speculators_config, write
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 from tiny import tiny_policy
 
@@ -309,3 +310,19 @@ def test_reduced_head_is_never_left_to_the_policy(tmp_path, policy):
 def test_logit_scale_is_folded_into_the_head(tmp_path, policy):
     draft = load(write(tmp_path, flat_config(logit_scale=0.5), flat_tensors()), policy)
     assert torch.equal(draft.lm_head.weight, flat_tensors()["lm_head.weight"] * 0.5)
+
+
+def test_a_policy_folder_with_a_draft_in_it_is_told_from_a_draft(tmp_path):
+    tiny_policy().save_pretrained(tmp_path)
+    write(tmp_path / "draft", flat_config(), flat_tensors())
+    with pytest.raises(ValueError, match="holds a policy. Its draft lies in .*draft: give that folder"):
+        Eagle3DraftModel.from_pretrained(tmp_path)
+
+
+def test_a_name_that_is_neither_a_folder_nor_a_repository_is_named(monkeypatch):
+    def snapshot_download(repo_id, **kwargs):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(draft_folder, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match="no folder 'nothere' here, and no repository"):
+        Eagle3DraftModel.from_pretrained("nothere")

@@ -186,8 +186,16 @@ def test_pushed_draft_has_a_card_with_the_accept_length_on_held_out_prompts(tmp_
     assert scores["accept_length"] > 1
     assert f"{scores['accept_length']:.3f}" in cards[0]
     assert "me/draft" in cards[0]
-    for line in ("started from: fresh", "GRPO steps: 3", "draft-only updates before: 0", "rollout temperature: 1.0"):
+    for line in (
+        "draft started from: fresh",
+        "GRPO steps: 3",
+        "draft-only updates before: 0",
+        "rollout temperature: 1.0",
+    ):
         assert f"- {line}\n" in cards[0]
+    # In the run's own folder the card serves the draft with the policy that was trained, not with where it started.
+    trainer.save_draft(tmp_path / "draft")
+    assert f"vllm serve {trainer.args.output_dir} " in (tmp_path / "draft" / "README.md").read_text()
 
 
 def test_without_draft_nothing_of_it_is_written(tmp_path):

@@ -17,7 +17,7 @@ from torch import nn
 
 from .configuration_eagle3 import Eagle3DraftConfig
 from .disk_config import config_from_disk, config_to_disk
-from .draft_folder import read_config, read_tensors, resolve_folder, write_folder
+from .draft_folder import CONFIG_NAME, read_config, read_tensors, resolve_folder, write_folder
 from .modeling_eagle3 import Eagle3DraftModel
 
 
@@ -181,6 +181,8 @@ def load_draft(
     raw = read_config(folder)
     policy_config = policy.config.get_text_config() if policy is not None else None
     tensors = {canonical_name(name): tensor for name, tensor in read_tensors(folder).items()}
+    if "fc.weight" not in tensors and (folder / "draft" / CONFIG_NAME).is_file():
+        raise ValueError(f"{folder} holds a policy. Its draft lies in {folder / 'draft'}: give that folder.")
     refuse_foreign_tensors(tensors)
     config = config_from_disk(raw, policy_config)
     if policy is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -42,7 +43,7 @@ def resolve_folder(path_or_repo: str | os.PathLike, *, subfolder: str | None = N
             `revision`, `token`, `cache_dir`, ... of [`~huggingface_hub.snapshot_download`].
 
     Raises:
-        ValueError: if there is no such folder, or it holds no `config.json`.
+        ValueError: if there is no such folder or repository, or it holds no `config.json`.
     """
     folder = Path(path_or_repo)
     if not folder.is_dir():
@@ -51,7 +52,12 @@ def resolve_folder(path_or_repo: str | os.PathLike, *, subfolder: str | None = N
             raise ValueError(f"There is no draft folder at {name!r}.")
         prefix = f"{subfolder}/" if subfolder else ""
         patterns = [prefix + pattern for pattern in ("*.json", "*.safetensors", "pytorch_model*.bin")]
-        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_kwargs))
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_kwargs))
+        except (LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+            raise ValueError(
+                f"There is no folder {name!r} here, and no repository of that name can be reached: {error}"
+            ) from error
     if subfolder:
         folder = folder / subfolder
     if not (folder / CONFIG_NAME).is_file():
