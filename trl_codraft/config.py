@@ -236,6 +236,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         for spec in fields(cls):
             if spec.name not in config.__dict__ and spec.init:
                 config.__dict__[spec.name] = spec.default if spec.default is not MISSING else spec.default_factory()
+        config._take_over_context_parallelism()
         config._validate_draft()
         return config
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from accelerate.utils import DistributedType, broadcast_object_list, is_peft_model
+from accelerate.utils import DistributedType, DynamoBackend, broadcast_object_list, is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -132,8 +132,11 @@ def unsupported_with_shards(trainer: "CoDraftGRPOTrainer") -> str | None:
             f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA, or "
             "set `context_parallel_size=1`."
         )
-    if args.torch_compile:
-        return "`torch_compile=True` cannot trace attention that talks to other ranks. Set `torch_compile=False`."
+    if args.torch_compile or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        return (
+            "`torch_compile` cannot trace attention that talks to other ranks. Set `torch_compile=False`, and "
+            "`dynamo_backend: 'NO'` in the Accelerate config."
+        )
     if args.neftune_noise_alpha is not None:
         return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
     if getattr(policy.config.get_text_config(), "router_jitter_noise", 0.0):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, TorchDynamoPlugin
 from group.forked_ranks import run_script
 from grpo_runs import codraft_trainer
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -194,6 +194,7 @@ def fake_trainer(policy=None, **overrides):
     accelerator = SimpleNamespace(
         distributed_type=overrides.pop("distributed_type", DistributedType.MULTI_GPU),
         is_fsdp2=overrides.pop("is_fsdp2", False),
+        state=SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend=overrides.pop("dynamo", "no"))),
     )
     args = SimpleNamespace(torch_compile=False, neftune_noise_alpha=None, **overrides.pop("args", {}))
     vars(args).update(overrides.pop("set", {}))
@@ -208,6 +209,7 @@ def fake_trainer(policy=None, **overrides):
         ({"distributed_type": DistributedType.DEEPSPEED}, "FSDP2"),
         ({"distributed_type": DistributedType.FSDP}, "fsdp_version: 2"),
         ({"set": {"torch_compile": True}}, "torch_compile=False"),
+        ({"dynamo": "inductor"}, "dynamo_backend: 'NO'"),
         ({"set": {"neftune_noise_alpha": 5.0}}, "neftune_noise_alpha"),
         ({"policy": tiny_policy(attention_dropout=0.1)}, "attention_dropout=0.0"),
         ({"policy": tiny_policy("mixtral", router_jitter_noise=0.1)}, "router_jitter_noise"),

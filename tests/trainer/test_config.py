@@ -155,6 +155,14 @@ def test_context_parallelism_that_accelerate_launch_sets_is_taken_over(tmp_path,
     assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
 
 
+def test_context_parallelism_that_accelerate_launch_sets_is_taken_over_into_a_plain_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    config = CoDraftGRPOConfig.from_grpo_config(GRPOConfig(**settings(tmp_path)))
+    assert config.context_parallel_size == 2
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+
+
 def test_parallelism_without_context_is_passed_on(tmp_path):
     given = ParallelismConfig(dp_shard_size=2)
     config = CoDraftGRPOConfig(**settings(tmp_path, parallelism_config=given))
