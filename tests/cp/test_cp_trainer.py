@@ -7,37 +7,27 @@ import pytest
 import torch
 from cp.trainer_cases import CASES, DEFAULT_CASES, TOLERANCE, TOLERANCES
 from group.comparison import assert_close, assert_same_training
-from group.forked_ranks import run_script
+from group.forked_ranks import started_once
 
 
-# World size, ranks per microbatch, cases. Each line is one start of processes.
-DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES)}
+# World size, ranks per microbatch, cases, seconds. Each line is one start of processes.
+DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES, 280)}
 SLOW_RUNS = {
-    "2 ranks, every case": (2, (2,), list(CASES)),
-    "4 ranks, every case": (4, (2, 4), list(CASES)),
+    "2 ranks, every case": (2, (2,), list(CASES), 1500),
+    "4 ranks, every case": (4, (2, 4), list(CASES), 1500),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What the ranks of a line saw, started when it is first asked for."""
-    seen = {}
-
-    def ranks_of(line):
-        if line not in seen:
-            world_size, sizes, names = {**DEFAULT_RUNS, **SLOW_RUNS}[line]
-            sizes = ",".join(map(str, sizes))
-            out, timeout = tmp_path_factory.mktemp("cp"), 280 if line in DEFAULT_RUNS else 1500
-            seen[line] = run_script("trainer_worker.py", out, world_size, sizes, *names, timeout=timeout, folder="cp")
-        return seen[line]
-
-    return ranks_of
+    return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "trainer_worker.py", folder="cp")
 
 
 PARAMETERS = [
     pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-{size} to a microbatch")
     for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow, pytest.mark.timeout(1600)), SLOW_RUNS))
-    for line, (_, sizes, names) in lines.items()
+    for line, (_, sizes, names, _) in lines.items()
     for name in names
     for size in sizes
 ]

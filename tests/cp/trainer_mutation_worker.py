@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from cp.trainer_cases import CASES
 from cp.trainer_worker import ShardedTrainer, run, save_policies
-from forked_ranks import fork_ranks
+from forked_ranks import fork_broken_ranks
 
 from trl_codraft.cp import experts, model, probe
 from trl_codraft.cp.layout import ContextLayout
@@ -84,18 +84,10 @@ def run_broken(rank, world_size, out, mutation):
     # The probe at construction would notice some.
     with mock.patch.object(owner, name, replacement), mock.patch.object(probe, "HALF_TOLERANCE", 1e9):
         with mock.patch.object(probe, "TOLERANCES", {}):
-            try:
-                return run(CASES[case], out, world_size, 2)
-            except Exception as error:
-                return error
+            return run(CASES[case], out, world_size, 2)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     save_policies(folder)
-    seen = {}
-    for mutation in [None, *MUTATIONS]:
-        fork_ranks(run_broken, 2, folder, folder, mutation)
-        seen[mutation] = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    for rank in range(2):
-        torch.save({mutation: results[rank] for mutation, results in seen.items()}, folder / f"rank{rank}.pt")
+    fork_broken_ranks(run_broken, MUTATIONS, 2, folder)

@@ -39,6 +39,51 @@ def fork_ranks(target, world_size, out, *arguments):
         sys.exit(1)
 
 
+def fork_broken_ranks(run_broken, mutations, world_size, folder):
+    """
+    Runs `run_broken(rank, world_size, folder, mutation)` for the plain run (`None`) and each mutation; every rank's file
+    then holds what it saw by mutation. What a run raises is what it saw.
+    """
+    seen = {}
+    for mutation in [None, *mutations]:
+        fork_ranks(_keep_error, world_size, folder, run_broken, folder, mutation)
+        seen[mutation] = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+    for rank in range(world_size):
+        torch.save({mutation: results[rank] for mutation, results in seen.items()}, folder / f"rank{rank}.pt")
+
+
+def _keep_error(rank, world_size, run_broken, folder, mutation):
+    try:
+        return run_broken(rank, world_size, folder, mutation)
+    except Exception as error:
+        if mutation is None:
+            raise
+        return error
+
+
+def started_once(tmp_path_factory, lines, script, folder="group"):
+    """
+    A function from the name of a line `(world size, group sizes, cases, seconds)` of `lines` to what its ranks saw; the
+    script starts when a line is first asked for.
+    """
+    seen = {}
+
+    def ranks_of(line):
+        if line not in seen:
+            world_size, sizes, names, timeout = lines[line]
+            out = tmp_path_factory.mktemp("ranks")
+            sizes = ",".join(map(str, sizes))
+            try:
+                seen[line] = run_script(script, out, world_size, sizes, *names, timeout=timeout, folder=folder)
+            except pytest.fail.Exception as failure:
+                seen[line] = failure
+        if isinstance(seen[line], pytest.fail.Exception):
+            raise seen[line]  # not started again for each test that asks
+        return seen[line]
+
+    return ranks_of
+
+
 def start_ranks(target, world_size, out, *arguments, timeout=60):
     """The processes of [`fork_ranks`], running; a collective gives up after `timeout` seconds."""
     context = multiprocessing.get_context("fork")

@@ -8,8 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import torch
-from forked_ranks import fork_ranks
+from forked_ranks import fork_broken_ranks
 from replay_cases import CASES
 from replay_worker import run, save_policies
 
@@ -113,18 +112,10 @@ def run_broken(rank, world_size, out, mutation):
         return {case: run(CASES[case], out, world_size, None) for case in cases}
     case, *change = MUTATIONS[mutation]
     break_function(*change)
-    try:
-        return run(CASES[case], out, world_size, 2)
-    except Exception as error:
-        return error
+    return run(CASES[case], out, world_size, 2)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     save_policies(folder)
-    seen = {}
-    for mutation in [None, *MUTATIONS]:
-        fork_ranks(run_broken, 2, folder, folder, mutation)
-        seen[mutation] = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    for rank in range(2):
-        torch.save({mutation: results[rank] for mutation, results in seen.items()}, folder / f"rank{rank}.pt")
+    fork_broken_ranks(run_broken, MUTATIONS, 2, folder)

@@ -5,40 +5,28 @@ from itertools import pairwise
 
 import pytest
 from comparison import assert_same_training
-from forked_ranks import run_script
+from forked_ranks import started_once
 from replay_cases import CASES, DEFAULT_CASES, TOLERANCE, TOLERANCES
 
 
-# World size, group sizes, cases. Each line is one start of processes.
-DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES)}
+# World size, group sizes, cases, seconds. Each line is one start of processes.
+DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES, 280)}
 SLOW_RUNS = {
-    "2 ranks, every case": (2, (1, 2), list(CASES)),
-    "4 ranks, every case": (4, (1, 2, 4), list(CASES)),
+    "2 ranks, every case": (2, (1, 2), list(CASES), 900),
+    "4 ranks, every case": (4, (1, 2, 4), list(CASES), 900),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What the ranks of a line saw, started when it is first asked for."""
-    seen = {}
-
-    def ranks_of(line):
-        if line not in seen:
-            world_size, sizes, names = {**DEFAULT_RUNS, **SLOW_RUNS}[line]
-            sizes = ",".join(map(str, sizes))
-            out = tmp_path_factory.mktemp("replay")
-            seen[line] = run_script(
-                "replay_worker.py", out, world_size, sizes, *names, timeout=280 if line in DEFAULT_RUNS else 900
-            )
-        return seen[line]
-
-    return ranks_of
+    return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "replay_worker.py")
 
 
 PARAMETERS = [
     pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-groups of {size}")
     for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow, pytest.mark.timeout(1000)), SLOW_RUNS))
-    for line, (_, sizes, names) in lines.items()
+    for line, (_, sizes, names, _) in lines.items()
     for name in names
     for size in sizes
 ]

@@ -56,7 +56,11 @@ def slot_given_back_before_it_is_copied():
 
 
 def taps_overlap():
-    plan._aligned = lambda num_bytes: num_bytes // 128 * 64
+    def all_at_the_start(self, stage, rows, payload):
+        parts = {tap: payload[: tap.num_bytes(rows)] for tap in self.taps_of(stage)}
+        return {tap.layer: part.view(tap.dtype).view(tap.shape(rows)) for tap, part in parts.items()}
+
+    plan.TapPlan.views = all_at_the_start
 
 
 def staging_reused_at_once():
