@@ -2,7 +2,9 @@
 The command line: `trl-codraft grpo | export | validate | score | push`.
 
 `grpo` takes the arguments of the GRPO script, through `TrlParser`; the others have few of their own. All read `--config
-FILE.yaml`, whose entries count as options given before those of the command line. Mistakes of the user end with one line on stderr and exit status 1, without a traceback.
+FILE.yaml`, whose entries count as options given before those of the command line. In the others, mistakes of the user
+end with one line on stderr and exit status 1, without a traceback; an error in `grpo` may lie anywhere in a training
+run, so it keeps its traceback.
 """
 
 import argparse

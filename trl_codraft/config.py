@@ -308,7 +308,11 @@ class CoDraftGRPOConfig(GRPOConfig):
         return self.speculative_rollouts == "false"
 
     def _take_over_context_parallelism(self) -> None:
-        """Takes `cp_size` out of Accelerate's configuration, whose context parallelism does not know padding."""
+        """
+        Takes `cp_size` out of Accelerate's configuration, whose context parallelism does not know padding. What
+        `accelerate launch` has set stays in the environment, for other configurations of this process; the trainer
+        keeps it from Accelerate (`context_group.not_sharded_by_accelerate`).
+        """
         given = self.parallelism_config
         if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
             given = ParallelismConfig()
@@ -335,7 +339,6 @@ class CoDraftGRPOConfig(GRPOConfig):
                 cp_size=1,
                 sp_size=given.sp_size,
             )
-        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
     def _refuse_parallelism(self) -> None:
         for name, default in (

@@ -6,7 +6,8 @@ for the forward on shards.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -68,6 +69,20 @@ def require_divisible_world(args: CoDraftGRPOConfig) -> None:
         )
 
 
+@contextmanager
+def not_sharded_by_accelerate(args: CoDraftGRPOConfig) -> Iterator[None]:
+    """Within it, an `Accelerator` does not take over the context parallelism that `accelerate launch` has set."""
+    name = "ACCELERATE_USE_PARALLELISM_CONFIG"
+    before = os.environ.get(name)
+    if args.context_parallel_size > 1 and before is not None:
+        os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+
+
 def join_context_group(trainer: "CoDraftGRPOTrainer") -> None:
     """
     Splits the losses of a trainer over groups of `context_parallel_size` ranks from now on. Collective.
@@ -85,10 +100,16 @@ def join_context_group(trainer: "CoDraftGRPOTrainer") -> None:
         raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {reason}")
     require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
     # One rank looks: under FSDP2 the others may not have the weights yet.
-    verdict = [disagreement_with_plain(base_policy(trainer.model)) if accelerator.is_main_process else None]
+    verdict, failure = [None], None
+    if accelerator.is_main_process:
+        try:
+            verdict = [disagreement_with_plain(base_policy(trainer.model))]
+        except Exception as error:  # of the policy's own code: any. The other ranks wait for the verdict
+            verdict, failure = [f"a short forward of the policy raised {type(error).__name__}: {error}"], error
     broadcast_object_list(verdict)
     if verdict[0] is not None:
-        raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {verdict[0]}")
+        message = f"`context_parallel_size={args.context_parallel_size}` is not possible: {verdict[0]}"
+        raise ValueError(message) from failure
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     warn_if_groups_cross_nodes(args.context_parallel_size, ranks_per_node)
     timeout = timedelta(seconds=args.ddp_timeout)

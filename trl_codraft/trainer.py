@@ -36,7 +36,12 @@ from .compatibility import (
     warn_about_settings,
 )
 from .config import CoDraftGRPOConfig
-from .context_group import draft_loss_on, join_context_group, require_divisible_world
+from .context_group import (
+    draft_loss_on,
+    join_context_group,
+    not_sharded_by_accelerate,
+    require_divisible_world,
+)
 from .cp.draft import DraftBatchShard, shard_rows
 from .draft_checkpoints import DraftCheckpoints
 from .grouped_loss import GroupedLoss
@@ -130,7 +135,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
             raise ValueError("`draft_model` is set with `use_draft=False`. Drop one of the two.")
         if args.use_draft:
             self._tag_names = [*self._tag_names, "codraft"]
-        with deferred_engine(args.use_draft and args.use_vllm):
+        with deferred_engine(args.use_draft and args.use_vllm), not_sharded_by_accelerate(args):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,

@@ -14,6 +14,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
 from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
 
+from trl_codraft import context_group
 from trl_codraft.context_group import unsupported_with_shards
 from trl_codraft.cp.model import KEYWORD, RoutedPolicy, ShardForward, no_mask, sharded_attention
 from trl_codraft.cp.probe import disagreement_with_plain, unsupported_by_shards
@@ -230,6 +231,18 @@ def test_run_that_cannot_split_its_microbatches_is_named(overrides, reason):
 )
 def test_supported_runs_are_not_refused(overrides):
     assert unsupported_with_shards(fake_trainer(**overrides)) is None
+
+
+def test_any_error_of_the_probe_reaches_the_ranks_that_wait_for_its_verdict(monkeypatch):
+    sent = []
+    monkeypatch.setattr(context_group, "require_same", lambda group, settings: None)
+    monkeypatch.setattr(context_group, "broadcast_object_list", sent.append)
+    monkeypatch.setattr(context_group, "disagreement_with_plain", lambda policy: 1 / 0)
+    trainer = fake_trainer(set=dict.fromkeys(context_group.SETTINGS) | {"context_parallel_size": 2})
+    trainer.accelerator.is_main_process = True
+    with pytest.raises(ValueError, match="not possible: .* raised ZeroDivisionError: division by zero"):
+        context_group.join_context_group(trainer)
+    assert "ZeroDivisionError" in sent[0][0]
 
 
 def test_processes_that_do_not_fill_groups_are_refused_before_a_policy_is_loaded(tmp_path):

@@ -47,7 +47,14 @@ CASES = {
     "longrope": {"model_type": "phi3"},
     # The longest batch so far decides in plain runs too: of the same length here, as after rollouts of the policy.
     "dynamic": {"model_type": "dynamic", "pad_to_multiple_of": 32},
-    "checkpointed lora": {"lora": True, "beta": 0.1, "gradient_checkpointing": True},
+    # Rollouts of its own, between backwards that recompute attention.
+    "checkpointed lora": {
+        "lora": True,
+        "beta": 0.1,
+        "gradient_checkpointing": True,
+        "speculates": True,
+        "num_draft_tokens": "2",
+    },
 }
 
 # Enough to notice each part that could be missing; the others are marked slow.

@@ -14,6 +14,7 @@ from grpo_runs import settings
 from trl import GRPOConfig, TrlParser
 
 from trl_codraft import CoDraftGRPOConfig
+from trl_codraft.context_group import not_sharded_by_accelerate
 
 
 # field -> (text on the command line, value in YAML, value after parsing)
@@ -147,20 +148,26 @@ def test_replicas_of_accelerate_stay_and_shards_grow_by_the_ranks_of_a_group(tmp
     assert (config.cp_size, config.dp_replicate_size, config.dp_shard_size) == (1, 3, 8)
 
 
-def test_context_parallelism_that_accelerate_launch_sets_is_taken_over(tmp_path, monkeypatch):
+@pytest.fixture
+def launched_with_two_context_ranks(monkeypatch):
+    """What `accelerate launch` sets for `parallelism_config_cp_size: 2`."""
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+
+
+@pytest.mark.usefixtures("launched_with_two_context_ranks")
+def test_context_parallelism_that_accelerate_launch_sets_is_taken_over_by_every_config(tmp_path):
+    for _ in range(2):
+        assert CoDraftGRPOConfig(**settings(tmp_path)).context_parallel_size == 2
+        assert CoDraftGRPOConfig.from_grpo_config(GRPOConfig(**settings(tmp_path))).context_parallel_size == 2
+
+
+@pytest.mark.usefixtures("launched_with_two_context_ranks")
+def test_accelerate_does_not_see_the_context_parallelism_that_is_taken_over(tmp_path):
     config = CoDraftGRPOConfig(**settings(tmp_path))
-    assert config.context_parallel_size == 2
-    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
-
-
-def test_context_parallelism_that_accelerate_launch_sets_is_taken_over_into_a_plain_config(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    config = CoDraftGRPOConfig.from_grpo_config(GRPOConfig(**settings(tmp_path)))
-    assert config.context_parallel_size == 2
-    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+    with not_sharded_by_accelerate(config):
+        assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
 
 
 def test_parallelism_without_context_is_passed_on(tmp_path):
