@@ -258,7 +258,6 @@ class Rollout:
         """Policy forward: logits and what it left behind (None where nobody wants it)."""
         self.cache.begin(positions, longest)
         decoding = self.cache.is_filled
-        decoding = self.cache.is_filled
         dtype = self.cache.key_dtype if decoding else self.policy.dtype
         arguments = {
             "input_ids": ids,
