@@ -53,12 +53,23 @@ def build_draft(
     else:
         shape = {field: getattr(args, setting) for field, setting in SHAPE_SETTINGS.items()}
         shape = {name: value for name, value in shape.items() if value is not None}
-        draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, **shape))
+        draft = Eagle3DraftModel(fresh_config(policy, shape))
     if source is not None:
         warn_about_ignored_settings(args, draft.config)
     draft = draft.to(torch.float32)
     draft.compute_dtype = compute_dtype(args, policy)
     return draft
+
+
+def fresh_config(policy: PreTrainedModel, shape: dict) -> Eagle3DraftConfig:
+    """The configuration of a fresh draft; what it refuses is named as the run's settings are."""
+    try:
+        return Eagle3DraftConfig.from_policy(policy.config, **shape)
+    except ValueError as error:
+        message = str(error)
+        for field, setting in SHAPE_SETTINGS.items():
+            message = message.replace(f"`{field}`", f"`{setting}`")
+        raise ValueError(message) from error
 
 
 def warn_about_ignored_settings(args: CoDraftGRPOConfig, config: Eagle3DraftConfig) -> None:

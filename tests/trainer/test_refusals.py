@@ -184,9 +184,14 @@ def test_save_steps_off_the_generation_window_warn(tmp_path, caplog):
     assert any("`save_steps=1` does not fall on the boundary" in record.getMessage() for record in caplog.records)
 
 
-def test_tap_layers_that_do_not_exist_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=str(SIZES["num_hidden_layers"])):
-        codraft_trainer(tmp_path, **draft_settings(draft_tap_layers=[1, 2, 9]))
+@pytest.mark.parametrize(
+    ("tap_layers", "message"),
+    [([1, 2, 9], f"do not exist.*to {SIZES['num_hidden_layers']}"), ([2, 1], "ascending"), ([], "at least one")],
+    ids=["missing", "order", "none"],
+)
+def test_impossible_tap_layers_are_refused_by_the_name_of_the_setting(tmp_path, tap_layers, message):
+    with pytest.raises(ValueError, match=f"^`draft_tap_layers` .*{message}"):
+        codraft_trainer(tmp_path, **draft_settings(draft_tap_layers=tap_layers))
 
 
 def test_draft_stays_out_of_the_policy(tmp_path):
