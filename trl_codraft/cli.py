@@ -2,15 +2,16 @@
 The command line: `trl-codraft grpo | export | validate | score | push`.
 
 `grpo` takes the arguments of the GRPO script, through `TrlParser`; the others have few of their own. All read `--config
-FILE.yaml`, whose entries count as options given before those of the command line. In the others, mistakes of the user
-end with one line on stderr and exit status 1, without a traceback; an error in `grpo` may lie anywhere in a training
-run, so it keeps its traceback.
+FILE.yaml`, whose entries count as options given before those of the command line. Mistakes of the user end with one line
+on stderr and exit status 1; `--traceback` shows where they were noticed. Once `grpo` trains, an error may be anything, so
+it keeps its traceback.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .validation import problems, validate_draft
 
 
+TRACEBACK = "--traceback"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,19 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: exit status, 0 if all is well.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["grpo"]:
-        return _grpo(arguments[1:])
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = [argument for argument in given if argument != TRACEBACK]
+    prog = "trl-codraft"
     try:
-        args = _parser().parse_args(_with_config(arguments))
+        if arguments[:1] == ["grpo"]:
+            prog = "trl-codraft grpo"
+            train = _grpo(arguments[1:])
+        else:
+            args = _parser().parse_args(_with_config(arguments))
+            prog = f"trl-codraft {args.command}"
+            return args.run(args)
     except (ValueError, OSError) as error:
-        print(f"trl-codraft: error: {error}", file=sys.stderr)
+        if TRACEBACK in given:
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    try:
-        return args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"trl-codraft {args.command}: error: {error}", file=sys.stderr)
-        return 1
+    train()
+    return 0
 
 
 def _with_config(arguments: list[str]) -> list[str]:
@@ -79,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-codraft",
         description="Train, check, score and publish EAGLE-3 drafts.",
-        epilog="`trl-codraft COMMAND --help` lists the options of a command.",
+        epilog="`trl-codraft COMMAND --help` lists the options of a command. All take `--traceback`, which shows where an "
+        "error comes from.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Listed for --help only: the script has a parser of its own, so `main` hands the arguments on unread.
@@ -125,8 +133,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_command(commands, name: str, purpose: str) -> argparse.ArgumentParser:
     description = purpose[0].upper() + purpose[1:] + "."
     parser = commands.add_parser(name, help=purpose, description=description, allow_abbrev=False)
-    # For --help only: `_with_config` takes it out beforehand.
+    # For --help only: both are taken out beforehand.
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; those of the command line win")
+    parser.add_argument(TRACEBACK, action="store_true", help="show where an error comes from")
     return parser
 
 
@@ -171,12 +180,12 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _grpo(arguments: list[str]) -> int:
+def _grpo(arguments: list[str]) -> Callable[[], None]:
+    """The run that the arguments ask for, ready to start."""
     # Imported here: the script needs TRL, which is slow to import and of no use to the other commands.
-    from .scripts.grpo import main as grpo_main
+    from .scripts.grpo import prepare, run
 
-    grpo_main(arguments)
-    return 0
+    return partial(run, *prepare(arguments))
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
 from trl_codraft import Eagle3DraftModel
+from trl_codraft.cli import main
 from trl_codraft.scripts import grpo
 
 
@@ -34,6 +35,46 @@ def test_script_trains_and_saves_policy_and_draft(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
     draft = Eagle3DraftModel.from_pretrained(str(tmp_path / "out" / "draft"))
     assert draft.config.vocab_size == tiny_policy().config.vocab_size
+
+
+MISTAKES = {
+    "value": (["--speculative_rollouts", "maybe"], "`speculative_rollouts` must be 'auto', 'true' or 'false'"),
+    "option": (["--draft_ttt_step5", "3"], "--draft_ttt_step5"),
+    "config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    "broken-config": (["--config", "BROKEN"], "not valid YAML"),
+    "model": (["--model_name_or_path", "./no-policy"], "./no-policy"),
+    "dataset": (["--dataset_name", "./no-data"], "./no-data"),
+    "split": (["--dataset_train_split", "trian"], "no split 'trian': its splits are ['train']"),
+    "reward": (["--reward_funcs", "nonsense"], "Unknown reward function 'nonsense'"),
+    "reward-module": (["--reward_funcs", "no_such.module.reward"], "No module 'no_such'"),
+    "reward-function": (["--reward_funcs", f"{__name__}.by_size"], "has no function 'by_size'"),
+    "taps": (["--draft_tap_layers", "1", "9"], "`draft_tap_layers` [1, 9] do not exist"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_end_with_one_line(tmp_path, capsys, mistake, message):
+    (tmp_path / "broken.yaml").write_text("a: [")
+    mistake = [str(tmp_path / "broken.yaml") if part == "BROKEN" else part for part in mistake]
+    # What is wrong comes last and wins.
+    assert main(["grpo", *arguments(tmp_path, "--reward_funcs", f"{__name__}.by_length"), *mistake]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert message in error[error.index("trl-codraft grpo: error: ") :]
+
+
+def test_value_of_the_wrong_type_ends_with_one_line_after_a_short_usage(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["grpo", "--max_steps", "many"])
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 2
+
+
+def test_errors_inside_a_module_of_rewards_are_not_taken_for_a_wrong_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards_with_a_bug.py").write_text("import no_such_dependency\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        grpo.load_reward_funcs(grpo.CoDraftScriptArguments(reward_funcs=["rewards_with_a_bug.reward"]))
 
 
 def test_config_file_is_overridden_by_the_command_line(tmp_path):

@@ -106,13 +106,41 @@ def test_push_hands_over_the_card(tmp_path, policy_folder, foreign, capsys, monk
     assert received["scores"] == {"accept_length": 2.0}
 
 
-def test_grpo_hands_all_arguments_to_the_script(monkeypatch):
+def script_of(monkeypatch, prepare, run):
     script = ModuleType("trl_codraft.scripts.grpo")
-    received = []
-    script.main = received.append
+    script.prepare, script.run = prepare, run
     monkeypatch.setitem(sys.modules, "trl_codraft.scripts.grpo", script)
+
+
+def test_grpo_hands_all_arguments_to_the_script_and_runs_what_it_prepares(monkeypatch):
+    received = []
+    script_of(monkeypatch, lambda arguments: ("prepared", arguments), lambda *prepared: received.append(prepared))
     assert main(["grpo", "--model_name_or_path", "m", "--help"]) == 0
-    assert received == [["--model_name_or_path", "m", "--help"]]
+    assert received == [("prepared", ["--model_name_or_path", "m", "--help"])]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), TypeError("bug")], ids=["runtime", "type"])
+def test_grpo_hides_no_bug_before_training(monkeypatch, error):
+    script_of(monkeypatch, lambda arguments: throw(error), None)
+    with pytest.raises(type(error), match="bug"):
+        main(["grpo"])
+
+
+@pytest.mark.parametrize("error", [ValueError("late"), OSError("late")], ids=["value", "os"])
+def test_grpo_hides_no_error_of_the_training_itself(monkeypatch, error):
+    script_of(monkeypatch, lambda arguments: (), lambda: throw(error))
+    with pytest.raises(type(error), match="late"):
+        main(["grpo"])
+
+
+def throw(error):
+    raise error
+
+
+@pytest.mark.parametrize("arguments", [["validate", "./nowhere"], ["grpo", "--config", "./nowhere"]])
+def test_traceback_is_shown_on_request(arguments):
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        main([*arguments, "--traceback"])
 
 
 def test_options_come_from_yaml_and_the_command_line_wins(tmp_path, policy_folder, foreign, capsys):
@@ -155,7 +183,9 @@ def test_every_option_has_help(command, capsys):
     assert all(action.help for action in chosen._actions)
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert "--config" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "--config" in out
+    assert "--traceback" in out
 
 
 def test_help_and_missing_command(capsys):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import yaml
 from datasets import load_dataset
 from trl import (
     DatasetMixtureConfig,
@@ -50,7 +51,12 @@ class CoDraftScriptArguments(GRPOScriptArguments):
 
 def make_parser(prog: str | None = None) -> TrlParser:
     """A parser of script, trainer, model and dataset arguments, from the command line and `--config` files."""
-    return TrlParser((CoDraftScriptArguments, CoDraftGRPOConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    return TrlParser(
+        (CoDraftScriptArguments, CoDraftGRPOConfig, ModelConfig, DatasetMixtureConfig),
+        prog=prog,
+        # The generated one lists some hundred options before the one line that says what is wrong.
+        usage="%(prog)s [--config FILE] [options]",
+    )
 
 
 def load_reward_funcs(script_args: CoDraftScriptArguments) -> list[str | Callable]:
@@ -66,9 +72,7 @@ def load_reward_funcs(script_args: CoDraftScriptArguments) -> list[str | Callabl
         if name in REWARD_FUNCS:
             rewards.append(REWARD_FUNCS[name])
         elif "." in name:
-            module, _, function = name.rpartition(".")
-            sys.path.insert(0, os.getcwd())
-            rewards.append(getattr(importlib.import_module(module), function))
+            rewards.append(_imported(name))
         else:
             raise ValueError(
                 f"Unknown reward function {name!r}. Take one of {sorted(REWARD_FUNCS)}, or the dotted path of your own."
@@ -76,6 +80,23 @@ def load_reward_funcs(script_args: CoDraftScriptArguments) -> list[str | Callabl
     if not rewards:
         raise ValueError("No reward: set `--reward_funcs` or `--reward_model_name_or_path`.")
     return rewards
+
+
+def _imported(path: str) -> Callable:
+    """A function of the user's own. Errors inside the module are its own and stay what they are."""
+    module, _, function = path.rpartition(".")
+    sys.path.insert(0, os.getcwd())
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"No module {error.name!r} for the reward function {path!r}, also not in {os.getcwd()}."
+        ) from error
+    if function not in vars(imported):
+        raise ValueError(f"The module {module!r} has no function {function!r} for `--reward_funcs {path}`.")
+    return vars(imported)[function]
 
 
 def load_splits(script_args: CoDraftScriptArguments, dataset_args: DatasetMixtureConfig):
@@ -105,6 +126,12 @@ def build_trainer(
     }
     splits = load_splits(script_args, dataset_args)
     evaluates = training_args.eval_strategy != "no"
+    for option, name, needed in (
+        ("--dataset_train_split", script_args.dataset_train_split, True),
+        ("--dataset_test_split", script_args.dataset_test_split, evaluates),
+    ):
+        if needed and name not in splits:
+            raise ValueError(f"The dataset has no split {name!r}: its splits are {list(splits)}. Set `{option}`.")
     return CoDraftGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=load_reward_funcs(script_args),
@@ -116,18 +143,32 @@ def build_trainer(
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def prepare(arguments: Sequence[str]) -> tuple[CoDraftScriptArguments, CoDraftGRPOTrainer]:
     """
-    Trains, saves and, where asked, pushes.
+    Everything that mistakes in arguments can spoil: reads them, loads policy, draft and dataset, builds the trainer.
 
     Args:
-        arguments (`Sequence[str]`, *optional*):
-            Command-line arguments; those of the process by default.
+        arguments (`Sequence[str]`):
+            Command-line arguments.
+
+    Returns:
+        `tuple`: the script's own arguments, and the trainer.
+
+    Raises:
+        ValueError: if arguments are wrong or do not go together.
+        OSError: if a file, a model or a dataset is not there.
     """
     parser = make_parser(prog="trl-codraft grpo")
-    parsed = parser.parse_args_and_config(args=list(sys.argv[1:] if arguments is None else arguments))
-    script_args, training_args = parsed[0], parsed[1]
-    trainer = build_trainer(*parsed[:4])
+    try:
+        parsed = parser.parse_args_and_config(args=list(arguments))
+    except yaml.YAMLError as error:
+        raise ValueError(f"The `--config` file is not valid YAML: {error}") from error
+    return parsed[0], build_trainer(*parsed[:4])
+
+
+def run(script_args: CoDraftScriptArguments, trainer: CoDraftGRPOTrainer) -> None:
+    """Trains, saves and, where asked, pushes."""
+    training_args = trainer.args
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     trainer.accelerator.print(f"Policy in {training_args.output_dir}, draft in {training_args.output_dir}/draft.")
@@ -136,6 +177,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if script_args.draft_repo_id is not None:
         trainer.push_draft_to_hub(script_args.draft_repo_id)
     trainer.end()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """
+    Trains, saves and, where asked, pushes.
+
+    Args:
+        arguments (`Sequence[str]`, *optional*):
+            Command-line arguments; those of the process by default.
+    """
+    run(*prepare(sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":
