@@ -15,6 +15,7 @@ from .vllm_rollouts import plain_vllm_reason
 
 
 if TYPE_CHECKING:
+    from .modeling.modeling_eagle3 import Eagle3DraftModel
     from .trainer import CoDraftGRPOTrainer
 
 
@@ -31,6 +32,32 @@ WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 def base_policy(model: nn.Module) -> nn.Module:
     """The causal language model itself, with PEFT adapters injected if there are any."""
     return model.get_base_model() if is_peft_model(model) else model
+
+
+def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: "str | Eagle3DraftModel | None") -> None:
+    """
+    Raises for settings of the draft that cannot all be meant.
+
+    Args:
+        args ([`CoDraftGRPOConfig`]):
+            The configuration.
+        draft_model (`str` or [`Eagle3DraftModel`], *optional*):
+            The argument of [`CoDraftGRPOTrainer`].
+
+    Raises:
+        ValueError: naming the settings and which to change.
+    """
+    if draft_model is not None and args.draft_model_name_or_path is not None:
+        raise ValueError("Both `draft_model` and `draft_model_name_or_path` are set. Keep one of them.")
+    if draft_model is not None and not args.use_draft:
+        raise ValueError("`draft_model` is set with `use_draft=False`. Drop one of the two.")
+    fresh = draft_model is None and args.draft_model_name_or_path is None
+    if args.use_draft and fresh and not args.draft_train and args.draft_pretrain_steps == 0:
+        raise ValueError(
+            "`draft_train=False` would freeze a fresh draft, which knows nothing. Start from a trained one "
+            "(`draft_model_name_or_path`), or set `draft_pretrain_steps` to train it before the first GRPO step. To roll "
+            "out without a draft, set `use_draft=False`."
+        )
 
 
 def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:

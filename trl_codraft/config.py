@@ -26,7 +26,8 @@ class CoDraftGRPOConfig(GRPOConfig):
             EAGLE-3 checkpoint to start from (a Hub id or a folder in the format of vLLM, SGLang or speculators). If
             `None`, a fresh draft is built from the policy.
         draft_train (`bool`, *optional*, defaults to `True`):
-            Whether to train the draft inside the GRPO step. `False` keeps it frozen, which is the baseline.
+            Whether to train the draft inside the GRPO step. `False` keeps it frozen, which is the baseline; it must
+            then be a loaded one, or pretrained by `draft_pretrain_steps`.
         draft_tap_layers (`list[int]`, *optional*):
             Policy layers whose hidden states the draft reads, strictly ascending. Id `i` is the input of decoder layer
             `i`; the number of layers stands for the output of the last one. If `None`, `[2, n//2, n-3]` for a policy

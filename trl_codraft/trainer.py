@@ -30,6 +30,7 @@ from .compatibility import (
     GOOD_ACCEPT_LENGTH,
     base_policy,
     plain_rollout_reason,
+    refuse_contradictions,
     refuse_unsupported,
     warn_about_collapse,
     warn_about_metrics,
@@ -129,10 +130,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
             args = CoDraftGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
         args = CoDraftGRPOConfig.from_grpo_config(args)
         require_divisible_world(args)
-        if draft_model is not None and args.draft_model_name_or_path is not None:
-            raise ValueError("Both `draft_model` and `draft_model_name_or_path` are set. Keep one of them.")
-        if draft_model is not None and not args.use_draft:
-            raise ValueError("`draft_model` is set with `use_draft=False`. Drop one of the two.")
+        refuse_contradictions(args, draft_model)
         if args.use_draft:
             self._tag_names = [*self._tag_names, "codraft"]
         with deferred_engine(args.use_draft and args.use_vllm), not_sharded_by_accelerate(args):

@@ -117,6 +117,29 @@ def test_both_ways_of_naming_a_draft_are_refused(tmp_path):
         CoDraftGRPOTrainer(args=args, **arguments)
 
 
+def test_freezing_a_fresh_draft_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`draft_train=False`.*`draft_model_name_or_path`.*`draft_pretrain_steps`"):
+        codraft_trainer(tmp_path, draft_train=False)
+
+
+@pytest.mark.parametrize("source", ["argument", "path", "pretraining", "no draft"])
+def test_freezing_a_trained_draft_is_not_refused(tmp_path, source):
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(tiny_policy().config, tap_layers=[1, 2, 3]))
+    ways = {
+        "argument": {"trainer": {"draft_model": draft}},
+        "path": {"draft_model_name_or_path": str(tmp_path / "draft")},
+        "pretraining": {"draft_pretrain_steps": 1},
+        "no draft": {"use_draft": False},
+    }
+    draft.save_pretrained(tmp_path / "draft")
+    trainer = codraft_trainer(tmp_path, draft_train=False, max_steps=1, **ways[source])
+    trainer.train()
+    assert (trainer.draft_model is None) == (source == "no draft")
+    # Inside the GRPO step nothing is trained.
+    assert not any("draft/loss" in entry for entry in trainer.state.log_history)
+    assert len(trainer.draft_pretraining_log) == (source == "pretraining")
+
+
 def test_draft_of_another_policy_is_refused(tmp_path):
     other = tiny_policy(hidden_size=48)
     draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(other.config, tap_layers=[1, 2, 3]))
