@@ -1,6 +1,7 @@
 """What works with what: refusals at construction, reasons why rollouts stay plain, warnings."""
 
 import math
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from accelerate.utils import DistributedType, is_peft_model
@@ -26,6 +27,8 @@ logger = logging.get_logger(__name__)
 COLLAPSED_ACCEPT_LENGTH = 1.05
 GOOD_ACCEPT_LENGTH = 1.5
 MIN_VERIFICATIONS = 100
+# Settings that only a draft gives a meaning, besides those that begin with `draft_`.
+DRAFT_ONLY_SETTINGS = ("speculative_rollouts", "num_draft_tokens", "context_parallel_trunk")
 WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 
 
@@ -139,6 +142,19 @@ def warn_about_settings(args: CoDraftGRPOConfig, draft_is_fresh: bool) -> None:
             f"({window} micro-steps): a run resumed from such a checkpoint generates new rollouts in the middle of "
             "a window and does not repeat the uninterrupted run exactly."
         )
+
+
+def warn_about_unused_settings(args: CoDraftGRPOConfig) -> None:
+    """Warns once about settings of the draft that `use_draft=False` leaves without effect."""
+    satisfied = {"draft_train": False, "speculative_rollouts": "false"}
+    unused = [
+        f"`{spec.name}={getattr(args, spec.name)!r}`"
+        for spec in fields(args)
+        if (spec.name.startswith("draft_") or spec.name in DRAFT_ONLY_SETTINGS)
+        and getattr(args, spec.name) not in (spec.default, satisfied.get(spec.name))
+    ]
+    if unused:
+        logger.warning_once(f"`use_draft=False`: {', '.join(unused)} without effect.")
 
 
 def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:

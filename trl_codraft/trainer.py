@@ -35,6 +35,7 @@ from .compatibility import (
     warn_about_collapse,
     warn_about_metrics,
     warn_about_settings,
+    warn_about_unused_settings,
 )
 from .config import CoDraftGRPOConfig
 from .context_group import (
@@ -155,6 +156,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
         self.draft_pretraining_log: list[dict[str, float]] = []
         if args.use_draft:
             self._init_draft(draft_model or args.draft_model_name_or_path)
+        else:
+            warn_about_unused_settings(args)
         if args.context_parallel_size > 1:
             join_context_group(self)
 

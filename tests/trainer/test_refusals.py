@@ -201,6 +201,26 @@ def test_fresh_draft_without_pretraining_warns(tmp_path, caplog):
     assert any("draft_pretrain_steps" in record.getMessage() for record in caplog.records)
 
 
+def messages_without_draft(tmp_path, caplog, **config):
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        codraft_trainer(tmp_path, use_draft=False, **config)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_settings_without_effect_are_named_once_without_a_draft(tmp_path, caplog):
+    config = {"draft_pretrain_steps": 3, "draft_tap_layers": [1], "num_draft_tokens": "2"}
+    for _ in range(2):
+        messages = messages_without_draft(tmp_path, caplog, **config)
+    assert messages == [
+        "`use_draft=False`: `draft_tap_layers=[1]`, `draft_pretrain_steps=3`, `num_draft_tokens=2` without effect."
+    ]
+
+
+def test_settings_that_agree_with_having_no_draft_are_not_named(tmp_path, caplog):
+    assert messages_without_draft(tmp_path, caplog, draft_train=False, speculative_rollouts="false") == []
+    assert messages_without_draft(tmp_path, caplog, draft_pretrain_steps=0, max_completion_length=4) == []
+
+
 def test_save_steps_off_the_generation_window_warn(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="trl_codraft"):
         codraft_trainer(tmp_path, steps_per_generation=4, save_strategy="steps", save_steps=1)
