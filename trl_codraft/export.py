@@ -181,7 +181,7 @@ def score_draft(
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             The policy's tokenizer.
         num_draft_tokens (`int`, *optional*, defaults to `3`):
-            Draft tokens per verification.
+            Draft tokens per verification, at least 1.
         max_new_tokens (`int`, *optional*, defaults to `128`):
             Longest completion.
         temperature (`float`, *optional*, defaults to `0.0`):
@@ -200,8 +200,13 @@ def score_draft(
         `row_forwards`, `policy_forwards`, and the settings `num_draft_tokens`, `temperature`, `num_prompts`.
 
     Raises:
-        ValueError: if there are no prompts, or text without a tokenizer.
+        ValueError: if there are no prompts, or text without a tokenizer, or nothing is to be drafted.
     """
+    if num_draft_tokens < 1:
+        raise ValueError(
+            f"`num_draft_tokens` must be at least 1, got {num_draft_tokens}: without drafted tokens nothing of the draft is "
+            "measured."
+        )
     if not prompts:
         raise ValueError("There are no prompts to score the draft on; give at least one.")
     if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):

@@ -260,6 +260,8 @@ class TestScore:
             score_draft(policy, make_draft(policy), [])
         with pytest.raises(ValueError, match="`tokenizer=` is needed"):
             score_draft(policy, make_draft(policy), ["text"])
+        with pytest.raises(ValueError, match="`num_draft_tokens` must be at least 1, got 0"):
+            score_draft(policy, make_draft(policy), [[5, 6]], num_draft_tokens=0)
 
 
 def test_vocabulary_constant_is_the_tiny_policys(policy):

@@ -6,7 +6,7 @@ from rollout.drafts import OracleDraft, ragged_prompts, random_draft
 from tiny import tiny_policy, tiny_tokenizer
 from transformers import StoppingCriteria
 
-from trl_codraft.rollout import loop
+from trl_codraft.rollout import loop, speculative
 from trl_codraft.rollout.speculative import SpeculativeDecoder, speculative_generate
 
 
@@ -82,6 +82,22 @@ def test_mask_without_pads_and_inferred_mask(policy):
         policy, random_draft(policy), ids, num_draft_tokens=2, do_sample=False, max_new_tokens=8
     )
     assert torch.equal(output.sequences, plain)
+
+
+def test_no_draft_tokens_decode_plainly_without_asking_the_draft(policy, monkeypatch):
+    monkeypatch.setattr(speculative, "DraftRollout", None)  # cannot be called
+    ids, mask = ragged_prompts([4, 7, 2], seed=4)
+    free = policy.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=10)
+    eos = int(free[0, ids.shape[1] + 3])
+    output = both(policy, random_draft(policy), ids, mask, 0, max_new_tokens=10, eos_token_id=eos, pad_token_id=0)
+    assert (output.stats.drafted, output.stats.tokens_per_row_forward) == (0, 1.0)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [-1, 17, 1.5, "3"])
+def test_impossible_numbers_of_draft_tokens_are_refused(policy, num_draft_tokens):
+    ids, mask = ragged_prompts([4])
+    with pytest.raises(ValueError, match=r"must be \"auto\" or an integer in 0\.\.16"):
+        speculative_generate(policy, random_draft(policy), ids, mask, num_draft_tokens=num_draft_tokens)
 
 
 @pytest.mark.parametrize("k", [1, 3, 4])

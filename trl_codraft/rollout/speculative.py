@@ -305,7 +305,8 @@ def speculative_generate(
         attention_mask (`torch.LongTensor` of shape `(B, P)`, *optional*):
             Zero at pads. Inferred as in `generate` if absent.
         num_draft_tokens (`int` or `str`, *optional*, defaults to `"auto"`):
-            Tokens drafted per verification, see [`SpeculativeDecoder`].
+            Tokens drafted per verification, see [`SpeculativeDecoder`]. 0 decodes plainly in the same loop and never asks
+            the draft: the baseline of a comparison.
         generator (`torch.Generator`, *optional*):
             Source of randomness, the global one by default.
         counts_overrun (`bool`, *optional*, defaults to `False`):

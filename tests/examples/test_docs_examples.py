@@ -1,4 +1,4 @@
-"""The README's notebook example, on a tiny policy and without a GPU."""
+"""Examples of README and docs, on a tiny policy and without a GPU."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ import pytest
 from grpo_runs import letter_reward, prompt_dataset
 from tiny import tiny_policy, tiny_tokenizer
 
-from trl_codraft import CoDraftGRPOTrainer
+from trl_codraft import CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel, export_draft
 
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 FOR_CPU = "    # bf16=False, use_cpu=True,"
 # A run as small as a test's; what follows a name in the example is replaced.
 SMALL = {
@@ -20,8 +20,16 @@ SMALL = {
 }
 
 
-def example():
-    (block,) = [text.split("```")[0] for text in README.read_text().split("```python\n") if "trainer.train()" in text]
+def block_with(path, text):
+    """The one Python block of a document that holds a text, and the line before it."""
+    parts = (ROOT / path).read_text().split("```python\n")
+    pairs = zip(parts[1:], parts, strict=False)
+    ((block, before),) = [(part.split("```")[0], before) for part, before in pairs if text in part.split("```")[0]]
+    return block, before.strip().splitlines()[-1]
+
+
+def small_example():
+    block, _ = block_with("README.md", "trainer.train()")
     for text, small in SMALL.items():
         assert text in block
         block = block.replace(text, small)
@@ -41,7 +49,7 @@ def work_folder(tmp_path, monkeypatch):
 
 def test_the_example_runs_on_a_cpu_with_the_line_that_it_names(work_folder):
     folder, pushed = work_folder
-    block = example()
+    block = small_example()
     assert FOR_CPU in block
     state = {"letter_reward": letter_reward}
     exec(compile(block.replace(FOR_CPU, FOR_CPU.replace("# ", "")), "README.md", "exec"), state)
@@ -51,3 +59,18 @@ def test_the_example_runs_on_a_cpu_with_the_line_that_it_names(work_folder):
     saved = folder / "Qwen3-4B-grpo"
     assert (saved / "model.safetensors").is_file()
     assert state["validate_draft"](saved / "draft") == []
+
+
+def test_the_example_of_rollouts_runs_on_what_the_demo_leaves(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    policy = tiny_policy()
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config))
+    policy.save_pretrained("outputs/demo")
+    tiny_tokenizer().save_pretrained("outputs/demo")
+    export_draft(draft, policy, "outputs/demo/draft")
+    block, before = block_with("docs/rollouts.md", "speculative_generate(")
+    assert "`make demo`" in before
+    state = {}
+    exec(compile(block.replace("max_new_tokens=64", "max_new_tokens=4"), "rollouts.md", "exec"), state)
+    assert state["output"].stats.rows == 2
+    assert "3 + 4" in capsys.readouterr().out
