@@ -3,6 +3,8 @@ Hugging Face policies on shards of a microbatch against their plain forward on i
 load-balancing loss, and every gradient.
 """
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGener
 
 from trl_codraft import context_group
 from trl_codraft.context_group import unsupported_with_shards
+from trl_codraft.cp import ContextLayout
 from trl_codraft.cp.model import KEYWORD, RoutedPolicy, ShardForward, no_mask, sharded_attention
+from trl_codraft.cp.planner import Segment
 from trl_codraft.cp.probe import disagreement_with_plain, unsupported_by_shards
 
 
@@ -153,6 +157,33 @@ def test_probe_passes_whole_policies_and_leaves_them_as_they_were(implementation
 def test_probe_looks_through_adapters():
     policy = get_peft_model(tiny_policy(), LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
     assert disagreement_with_plain(policy.get_base_model()) is None
+
+
+def states_on_one_rank(policy):
+    """Two rows on the only rank there is."""
+    layout = ContextLayout([6, 4], [[Segment(0, 0, 6), Segment(1, 0, 4)]])
+    columns = torch.cat([torch.arange(6), torch.arange(4)])
+    with RoutedPolicy(policy).forward_on(layout, 6) as route:
+        return policy.base_model(
+            input_ids=torch.arange(3, 13)[None], position_ids=columns[None], use_cache=False, **route
+        ).last_hidden_state
+
+
+def pickled(policy):
+    return pickle.loads(pickle.dumps(policy))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+def test_a_copied_policy_runs_on_shards_and_leaves_the_original_as_it_is(duplicate):
+    policy, seen = tiny_policy(scale=6.0), set()
+    expected = states_on_one_rank(policy)
+    twin = duplicate(policy)
+    twin.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda *_: seen.add((twin.config._attn_implementation, policy.config._attn_implementation))
+    )
+    assert torch.equal(states_on_one_rank(twin), expected)
+    assert seen == {(KEYWORD, "sdpa")}
+    assert twin.config._attn_implementation == "sdpa"
 
 
 def attention_call(**overrides):

@@ -1,5 +1,8 @@
 """Taps: the right hidden states, once each, and only where they are asked for."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from tiny import tiny_policy
@@ -108,6 +111,66 @@ def test_lora_taps_come_from_the_adapter_on_forward():
         model(input_ids=IDS)
     torch.testing.assert_close(off.taps[-1], base_taps[-1])
     assert all(torch.equal(tap, copy) for tap, copy in zip(on.taps, kept, strict=True))
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def taps_of(policy, recorder, ids=IDS):
+    """Without `output_hidden_states`, for which Transformers hangs hooks of its own on the policy."""
+    with recorder.record() as record:
+        policy(input_ids=ids)
+    return [*record.taps, record.last_hidden]
+
+
+def same(taps, expected):
+    return all(torch.equal(tap, kept) for tap, kept in zip(taps, expected, strict=True))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+def test_a_copied_policy_computes_the_same_and_leaves_the_record_alone(duplicate):
+    policy = tiny_policy()
+    recorder = TapRecorder(policy, TAPS)
+    expected, logits = taps_of(policy, recorder), policy(input_ids=IDS).logits
+    with recorder.record() as record:
+        twin = duplicate(policy)
+        assert torch.equal(twin(input_ids=IDS).logits, logits)
+        with pytest.raises(RuntimeError, match="did not deliver"):
+            _ = record.taps
+        policy(input_ids=IDS)
+        twin(input_ids=IDS + 1)
+    assert same([*record.taps, record.last_hidden], expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("order", [1, -1], ids=["policy-first", "recorder-first"])
+def test_policy_and_recorder_copied_together_are_a_pair_of_their_own(duplicate, order):
+    policy = tiny_policy()
+    recorder = TapRecorder(policy, TAPS)
+    before = taps_of(policy, recorder)
+    twin, its_recorder = duplicate((policy, recorder)[::order])[::order]
+    assert same(taps_of(twin, its_recorder), before)
+    with torch.no_grad():
+        twin.model.embed_tokens.weight.add_(1.0)
+    with recorder.record() as untouched:
+        changed = taps_of(twin, its_recorder)
+    assert not same(changed, before)
+    with pytest.raises(RuntimeError, match="did not deliver"):
+        _ = untouched.taps
+    its_recorder.close()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
+    assert same(taps_of(policy, recorder), before)
+
+
+def test_a_copy_made_while_recording_holds_no_hidden_states():
+    policy = tiny_policy()
+    recorder = TapRecorder(policy, TAPS)
+    before = len(pickle.dumps(policy))
+    with recorder.record():
+        policy(input_ids=IDS)
+        assert len(pickle.dumps(policy)) == before
+        assert copy.deepcopy(recorder)._record is None
 
 
 @pytest.mark.parametrize(

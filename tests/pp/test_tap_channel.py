@@ -1,16 +1,19 @@
 """The tap channel between processes, over both transports: what arrives, when, and what it refuses."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from forked import TESTS, run_script, succeeded
 
-from trl_codraft.pp import GlooTransport
+from trl_codraft.pp import GlooTransport, TapChannel
 
 
 TRANSPORTS = ("shared memory", "gloo")
@@ -96,6 +99,21 @@ def test_nothing_is_left_in_file_systems_after_a_kill(outcomes, folder, transpor
         own = (str(folder), sys.prefix, sys.base_prefix)
         assert [name for name in named if not name.startswith(own)] == []
         assert any("memfd:taps (deleted)" in name for name in files) == (transport == "shared memory")
+
+
+@pytest.mark.parametrize("output", [False, True], ids=["input", "output"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_of_a_hooked_layer_hand_nothing_to_the_channel(duplicate, output):
+    received = []
+    channel = SimpleNamespace(captures=True, capture=lambda *tap: received.append(tap), _handles=[])
+    layer, hidden = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    TapChannel.hook(channel, 3, layer, output=output)
+    twin = duplicate(layer)
+    twin(hidden)
+    assert received == []
+    result = layer(hidden)
+    assert [tap for tap, _ in received] == [3]
+    assert torch.equal(received[0][1], result if output else hidden)
 
 
 def test_gloo_transport_refuses_other_backends(monkeypatch):

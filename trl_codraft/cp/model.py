@@ -110,21 +110,12 @@ class RoutedPolicy:
         if module in self._followed:
             return
         self._followed.add(module)
-        entered: list[ExitStack] = []
-
-        def enter(_, args, kwargs):
-            if kwargs.get(KEYWORD) is not None:
-                entered.append(ExitStack())
-                entered[-1].enter_context(_implementation_set(module.config, IMPLEMENTATION))
-
-        def leave(_, args, kwargs, output):
-            # The first call had begun when these hooks were added.
-            if kwargs.get(KEYWORD) is not None and entered:
-                entered.pop().close()
-
-        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        calls = _RoutedCalls()
+        self._handles.append(module.register_forward_pre_hook(calls.enter, with_kwargs=True))
         # Last in, first out: what several routings of one policy set is put back in reverse.
-        self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True, prepend=True))
+        self._handles.append(
+            module.register_forward_hook(calls.leave, with_kwargs=True, always_call=True, prepend=True)
+        )
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -142,6 +133,26 @@ class RoutedPolicy:
                 "attention interface, or do not hand its keyword arguments on, so they would see this rank's tokens "
                 "only. Set `context_parallel_size=1`."
             )
+
+
+class _RoutedCalls:
+    """Hooks of one module. A copy of it has its own, with no call under way."""
+
+    def __init__(self):
+        self._entered: list[ExitStack] = []
+
+    def __getstate__(self) -> dict[str, list]:
+        return {"_entered": []}
+
+    def enter(self, module, args, kwargs):
+        if kwargs.get(KEYWORD) is not None:
+            self._entered.append(ExitStack())
+            self._entered[-1].enter_context(_implementation_set(module.config, IMPLEMENTATION))
+
+    def leave(self, module, args, kwargs, output):
+        # The first call had begun when these hooks were added.
+        if kwargs.get(KEYWORD) is not None and self._entered:
+            self._entered.pop().close()
 
 
 @contextmanager

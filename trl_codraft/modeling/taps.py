@@ -6,6 +6,8 @@ Shapes: `B` rows, `S` padded columns, `Ht` policy hidden size, `n` policy layers
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,6 +78,9 @@ class TapRecorder:
     Hooks stay on the modules, but only forwards inside [`~TapRecorder.record`] leave anything behind, so rollouts,
     reference and evaluation forwards are not affected.
 
+    A policy can be copied and pickled with its hooks. Those of the copy belong to a copy of the recorder, which nobody
+    has unless both are copied together: forwards of the copy leave nothing behind in the original's record.
+
     Args:
         policy ([`~transformers.PreTrainedModel`]):
             The causal language model to record from.
@@ -102,10 +107,15 @@ class TapRecorder:
         self._handles = [decoder.register_forward_hook(self._on_decoder)]
         for layer in tap_layers:
             if layer < num_layers:
-                hook = self._input_hook(layer)
+                hook = partial(self._on_input, layer)
                 self._handles.append(decoder.layers[layer].register_forward_pre_hook(hook, with_kwargs=True))
             else:
-                self._handles.append(decoder.layers[num_layers - 1].register_forward_hook(self._output_hook(layer)))
+                hook = partial(self._on_output, layer)
+                self._handles.append(decoder.layers[num_layers - 1].register_forward_hook(hook))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is being recorded is of this policy, not of a copy.
+        return {**self.__dict__, "_record": None}
 
     @contextmanager
     def record(self) -> Iterator[TapRecord]:
@@ -124,20 +134,13 @@ class TapRecorder:
             handle.remove()
         self._handles = []
 
-    def _input_hook(self, layer: int):
-        def hook(module, args, kwargs):
-            if self._record is not None:
-                hidden = args[0] if args else kwargs["hidden_states"]
-                self._keep(layer, hidden)
+    def _on_input(self, layer: int, module, args, kwargs):
+        if self._record is not None:
+            self._keep(layer, args[0] if args else kwargs["hidden_states"])
 
-        return hook
-
-    def _output_hook(self, layer: int):
-        def hook(module, args, output):
-            if self._record is not None:
-                self._keep(layer, output[0] if isinstance(output, tuple) else output)
-
-        return hook
+    def _on_output(self, layer: int, module, args, output):
+        if self._record is not None:
+            self._keep(layer, output[0] if isinstance(output, tuple) else output)
 
     def _keep(self, layer: int, hidden: torch.Tensor) -> None:
         # Reentrant checkpointing recomputes with the record already closed, so a second arrival is a second forward.

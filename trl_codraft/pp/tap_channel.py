@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from .capture import Capture
 from .message import Header, Kind, TapChannelError
 from .plan import TapPlan, digest
 from .transport import Transport
@@ -89,19 +90,16 @@ class TapChannel:
             output (`bool`, *optional*, defaults to `False`):
                 Whether its output (or the first of a tuple) is the tap instead.
         """
-
-        def on_input(module, args, kwargs):
-            if self._scope is not None:
-                self.capture(layer, args[0] if args else kwargs["hidden_states"])
-
-        def on_output(module, args, result):
-            if self._scope is not None:
-                self.capture(layer, result[0] if isinstance(result, tuple) else result)
-
+        capture = Capture(self, layer)
         if output:
-            self._handles.append(module.register_forward_hook(on_output))
+            self._handles.append(module.register_forward_hook(capture.from_output))
         else:
-            self._handles.append(module.register_forward_pre_hook(on_input, with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(capture.from_input, with_kwargs=True))
+
+    @property
+    def captures(self) -> bool:
+        """Whether a forward is running whose taps are wanted."""
+        return self._scope is not None
 
     def hook_layers(self, stage: int, layers: nn.ModuleList) -> None:
         """
