@@ -160,6 +160,13 @@ def unsupported_with_shards(trainer: "CoDraftGRPOTrainer") -> str | None:
         )
     if args.neftune_noise_alpha is not None:
         return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
-    if getattr(policy.config.get_text_config(), "router_jitter_noise", 0.0):
-        return "the router adds noise (`router_jitter_noise`), which would differ between splits. Set it to 0.0."
-    return dropout_reason(policy, training=True) or unsupported_by_shards(policy)
+    return _routing_reason(policy) or dropout_reason(policy, training=True) or unsupported_by_shards(policy)
+
+
+def _routing_reason(policy: PreTrainedModel) -> str | None:
+    """What makes a mixture of experts random in training mode; only some configuration classes declare these fields."""
+    config = policy.config.get_text_config()
+    for name in ("router_jitter_noise", "input_jitter_noise"):
+        if getattr(config, name, 0.0):
+            return f"the router adds noise (`{name}`), which would differ between splits. Set it to 0.0."
+    return None

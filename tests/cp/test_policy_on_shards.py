@@ -222,6 +222,12 @@ def test_masks_other_than_causal_are_refused():
         no_mask(use_vmap=True)
 
 
+def phimoe(**noise):
+    return tiny_policy(
+        "phimoe", num_local_experts=4, **{"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, **noise}
+    )
+
+
 def fake_trainer(policy=None, **overrides):
     accelerator = SimpleNamespace(
         distributed_type=overrides.pop("distributed_type", DistributedType.MULTI_GPU),
@@ -245,6 +251,8 @@ def fake_trainer(policy=None, **overrides):
         ({"set": {"neftune_noise_alpha": 5.0}}, "neftune_noise_alpha"),
         ({"policy": tiny_policy(attention_dropout=0.1)}, "attention_dropout=0.0"),
         ({"policy": tiny_policy("mixtral", router_jitter_noise=0.1)}, "router_jitter_noise"),
+        ({"policy": phimoe(router_jitter_noise=0.01)}, "router_jitter_noise"),
+        ({"policy": phimoe(input_jitter_noise=0.1)}, "input_jitter_noise"),
         ({"policy": get_peft_model(tiny_policy(), LoraConfig(lora_dropout=0.1))}, "disable_dropout=True"),
         (
             {"policy": get_peft_model(tiny_policy(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))},
@@ -258,7 +266,12 @@ def test_run_that_cannot_split_its_microbatches_is_named(overrides, reason):
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"distributed_type": DistributedType.FSDP, "is_fsdp2": True}, {"policy": tiny_policy("gpt_oss")}],
+    [
+        {},
+        {"distributed_type": DistributedType.FSDP, "is_fsdp2": True},
+        {"policy": tiny_policy("gpt_oss")},
+        {"policy": phimoe()},
+    ],
 )
 def test_supported_runs_are_not_refused(overrides):
     assert unsupported_with_shards(fake_trainer(**overrides)) is None
