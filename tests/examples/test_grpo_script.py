@@ -41,6 +41,7 @@ MISTAKES = {
     "value": (["--speculative_rollouts", "maybe"], "`speculative_rollouts` must be 'auto', 'true' or 'false'"),
     "option": (["--draft_ttt_step5", "3"], "--draft_ttt_step5"),
     "config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    "no-config": (["--config"], "needs the name of a YAML file"),
     "broken-config": (["--config", "BROKEN"], "not valid YAML"),
     "model": (["--model_name_or_path", "./no-policy"], "./no-policy"),
     "dataset": (["--dataset_name", "./no-data"], "./no-data"),

@@ -159,6 +159,8 @@ def prepare(arguments: Sequence[str]) -> tuple[CoDraftScriptArguments, CoDraftGR
         OSError: if a file, a model or a dataset is not there.
     """
     parser = make_parser(prog="trl-codraft grpo")
+    if list(arguments[-1:]) == ["--config"]:
+        raise ValueError("`--config` needs the name of a YAML file.")
     try:
         parsed = parser.parse_args_and_config(args=list(arguments))
     except yaml.YAMLError as error:
