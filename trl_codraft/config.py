@@ -7,6 +7,8 @@ from accelerate import ParallelismConfig
 from transformers import SchedulerType
 from trl import GRPOConfig
 
+from .pp.order import SCHEDULES
+
 
 @dataclass
 class CoDraftGRPOConfig(GRPOConfig):
@@ -99,14 +101,15 @@ class CoDraftGRPOConfig(GRPOConfig):
             How the keys and values of the draft's first pass reach its later ones: `"ring"`, they travel in every
             pass, or `"gather_once"`, they travel once and are held.
 
-        > Parameters that control pipeline parallelism (not available yet: leave them at their defaults)
+        > Parameters that control pipeline parallelism
 
         pipeline_parallel_size (`int`, *optional*, defaults to `1`):
-            Number of ranks that split the layers of the policy.
+            Number of ranks that split the layers of the policy. Divides the number of processes.
         pipeline_schedule (`str`, *optional*, defaults to `"1F1B"`):
-            Pipeline schedule.
+            Order of forwards and backwards: `"GPipe"`, `"1F1B"` or `"Interleaved1F1B"` (several stages per rank).
         layers_per_stage (`list[int]`, *optional*):
-            Layers of each pipeline stage. If `None`, balanced with the draft counted.
+            Decoder layers of each stage, as many numbers as ranks in a pipeline, or with `"Interleaved1F1B"` a multiple.
+            If `None`, balanced with the policy's head counted.
         tap_channel_slots (`int`, *optional*):
             Landing slots per lane of the tap channel. If `None`, the smallest safe number plus one.
     """
@@ -202,14 +205,16 @@ class CoDraftGRPOConfig(GRPOConfig):
         metadata={"help": "How keys reach the draft's later passes: 'ring' (each time) or 'gather_once' (held)."},
     )
     pipeline_parallel_size: int = field(
-        default=1, metadata={"help": "Ranks that split the layers of the policy. Not available yet."}
+        default=1, metadata={"help": "Ranks that split the layers of the policy. Divides the number of processes."}
     )
-    pipeline_schedule: str = field(default="1F1B", metadata={"help": "Pipeline schedule. Not available yet."})
+    pipeline_schedule: str = field(
+        default="1F1B", metadata={"help": "Pipeline schedule: 'GPipe', '1F1B' or 'Interleaved1F1B'."}
+    )
     layers_per_stage: list[int] | None = field(
-        default=None, metadata={"help": "Layers of each pipeline stage. Not available yet."}
+        default=None, metadata={"help": "Decoder layers of each pipeline stage. If None, balanced."}
     )
     tap_channel_slots: int | None = field(
-        default=None, metadata={"help": "Landing slots per lane of the tap channel. Not available yet."}
+        default=None, metadata={"help": "Landing slots per lane of the tap channel. If None, one more than needed."}
     )
 
     def __post_init__(self):
@@ -243,7 +248,6 @@ class CoDraftGRPOConfig(GRPOConfig):
 
     def _validate_draft(self) -> None:
         """Checks the draft's fields once and normalises `speculative_rollouts` and `num_draft_tokens`."""
-        self._refuse_parallelism()
         for name, choices in (
             ("context_parallel_layout", ("document", "hybrid")),
             ("context_parallel_trunk", ("ring", "gather_once")),
@@ -253,6 +257,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         self._normalise_rollout_fields()
         for name, smallest in (
             ("context_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
             ("draft_num_hidden_layers", 1),
             ("draft_ttt_steps", 1),
             ("draft_loss_chunk_size", 1),
@@ -262,6 +267,7 @@ class CoDraftGRPOConfig(GRPOConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or value < smallest:
                 raise ValueError(f"`{name}` must be an integer of at least {smallest}, got {value!r}.")
+        self._validate_pipeline()
         for name in ("draft_ttt_decay", "draft_learning_rate", "draft_pretrain_learning_rate", "draft_max_grad_norm"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
@@ -341,15 +347,32 @@ class CoDraftGRPOConfig(GRPOConfig):
                 sp_size=given.sp_size,
             )
 
-    def _refuse_parallelism(self) -> None:
-        for name, default in (
-            ("pipeline_parallel_size", 1),
-            ("pipeline_schedule", "1F1B"),
-            ("layers_per_stage", None),
-            ("tap_channel_slots", None),
+    def _validate_pipeline(self) -> None:
+        size, layers = self.pipeline_parallel_size, self.layers_per_stage
+        if self.pipeline_schedule not in SCHEDULES:
+            raise ValueError(f"`pipeline_schedule` must be one of {SCHEDULES}, got {self.pipeline_schedule!r}.")
+        if size > 1 and self.context_parallel_size > 1:
+            raise ValueError(
+                f"`pipeline_parallel_size={size}` with `context_parallel_size={self.context_parallel_size}` is not "
+                "available yet. Set one of them to 1."
+            )
+        if size == 1:
+            for name in ("layers_per_stage", "tap_channel_slots"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` is set with `pipeline_parallel_size=1`. Drop it, or set that too.")
+            return
+        if self.fp16:
+            raise ValueError(
+                "`fp16=True` with `pipeline_parallel_size > 1`: a gradient scaler would skip steps on some stages only. "
+                "Set `bf16=True`."
+            )
+        if layers is not None and (
+            len(layers) % size or (self.pipeline_schedule != "Interleaved1F1B" and len(layers) != size)
         ):
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` is not available yet: pipeline parallelism is still being "
-                    f"built. Leave it at {default!r}."
-                )
+            raise ValueError(
+                f"`layers_per_stage={layers}` gives {len(layers)} stages to {size} ranks under "
+                f"`pipeline_schedule={self.pipeline_schedule!r}`: one number per rank, or with 'Interleaved1F1B' a "
+                "multiple of the ranks."
+            )
+        if self.tap_channel_slots is not None and self.tap_channel_slots < 1:
+            raise ValueError(f"`tap_channel_slots` must be at least 1 or None, got {self.tap_channel_slots}.")

@@ -58,15 +58,18 @@ def require_divisible_world(args: CoDraftGRPOConfig) -> None:
     Checks before a policy is loaded that the processes can be split into groups.
 
     Raises:
-        ValueError: if their number is not a multiple of `context_parallel_size`.
+        ValueError: if their number is not a multiple of `context_parallel_size` or `pipeline_parallel_size`.
     """
-    if args.context_parallel_size > 1 and args.world_size % args.context_parallel_size:
-        raise ValueError(
-            f"`context_parallel_size={args.context_parallel_size}` with {args.world_size} process(es): ranks that share "
-            f"a microbatch come in groups of {args.context_parallel_size}. Start a multiple of it (`torchrun "
-            f"--nproc_per_node {args.context_parallel_size}`; on CPU with `ACCELERATE_USE_CPU=true`), or set "
-            "`context_parallel_size=1`."
-        )
+    for name, size in (
+        ("context_parallel_size", args.context_parallel_size),
+        ("pipeline_parallel_size", args.pipeline_parallel_size),
+    ):
+        if args.world_size % size:
+            raise ValueError(
+                f"`{name}={size}` with {args.world_size} process(es): ranks that share a microbatch come in groups of "
+                f"{size}. Start a multiple of it (`torchrun --nproc_per_node {size}`; on CPU with "
+                f"`ACCELERATE_USE_CPU=true`), or set `{name}=1`."
+            )
 
 
 @contextmanager
@@ -123,7 +126,7 @@ def join_context_group(trainer: "CoDraftGRPOTrainer") -> None:
 
 def draft_loss_on(trainer: "CoDraftGRPOTrainer") -> Callable:
     """The draft's loss on what the policy's forward left behind: whole microbatches, or this rank's part of them."""
-    if trainer.loss_group is None:
+    if trainer.sharding is None:
         return draft_loss
     return partial(sharded_draft_loss, trunk=trainer.args.context_parallel_trunk)
 

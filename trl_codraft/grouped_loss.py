@@ -90,15 +90,15 @@ class GroupedLoss(GRPOTrainer):
     _score_rows = None
     _entropy_mask: torch.Tensor | None = None
 
-    def join_loss_group(self, loss_group: LossGroup, sharding: Sharding) -> None:
+    def join_loss_group(self, loss_group: LossGroup, sharding: Sharding | None) -> None:
         """
         Computes losses in a group from now on. Collective: all ranks of the run call it before training.
 
         Args:
             loss_group ([`~group.LossGroup`]):
                 Made with the names `TRAVELLING_TENSORS`.
-            sharding ([`~group.Sharding`]):
-                How a microbatch is split over the group.
+            sharding ([`~group.Sharding`] or `None`):
+                How the tokens of a microbatch are split over the group; `None` if they are not.
 
         Raises:
             ValueError: on all ranks, if their arguments differ.
@@ -137,7 +137,7 @@ class GroupedLoss(GRPOTrainer):
 
     @contextmanager
     def _gradient_pass(self, model, rows, keep):
-        """TRL's loss sees one member's rows as a world of one; `keep` takes the scores, without their graph."""
+        """A member's loss on all ranks of the group; `keep` takes the scores, without their graph."""
 
         def score(*rows, **settings):
             scores = self._score_together(model, *rows, **settings)
@@ -145,15 +145,19 @@ class GroupedLoss(GRPOTrainer):
                 keep.append(scores.detach())
             return scores
 
-        with attributes_set(
+        with self._as_world_of_one(rows, score):
+            yield
+
+    def _as_world_of_one(self, rows, score):
+        """Within it, TRL's loss sees one member's rows as a world of one and gets its scores from `score`."""
+        return attributes_set(
             self,
             accelerator=MemberAccelerator(self.accelerator),
             _metrics={mode: defaultdict(list) for mode in self._metrics},
             _score_rows=score,
             _entropy_mask=rows.get("entropy_mask"),
             **{name: getattr(self, name) for name in CONTROLLER_STATE},
-        ):
-            yield
+        )
 
     def _metric_pass(self, inputs, scores):
         return attributes_set(
@@ -249,7 +253,7 @@ class GroupedLoss(GRPOTrainer):
             prompt_length=attention_mask.shape[1] - completion_length,
             completion_length=completion_length,
             chunk_rows=chunk_rows,
-            shard_tokens=self.sharding.count_tokens(attention_mask),
+            shard_tokens=() if self.sharding is None else self.sharding.count_tokens(attention_mask),
             tensors=tensors,
         )
         return self.loss_group.exchange(header, failure)

@@ -46,11 +46,13 @@ from .context_group import (
 )
 from .cp.draft import DraftBatchShard, shard_rows
 from .draft_checkpoints import DraftCheckpoints
-from .grouped_loss import GroupedLoss
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.packing import DraftBatch, pack_rows
 from .modeling.taps import TapRecorder
 from .modeling.teacher import PolicyHead
+from .pipeline_checkpoints import PipelineCheckpoints
+from .pipeline_group import join_pipeline_group
+from .pipelined_loss import PipelinedLoss
 from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
 from .rollout.controller import SpeedReport
 from .rollout.speculative import SpeculativeDecoder
@@ -62,7 +64,7 @@ from .vllm_rollouts import deferred_engine
 logger = logging.get_logger(__name__)
 
 
-class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
+class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
     """
     Trainer for Group Relative Policy Optimization (GRPO) that co-trains an EAGLE-3 draft and rolls out with it.
 
@@ -160,6 +162,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
             warn_about_unused_settings(args)
         if args.context_parallel_size > 1:
             join_context_group(self)
+        if args.pipeline_parallel_size > 1:
+            join_pipeline_group(self)
 
     # Building the draft
 
@@ -252,23 +256,21 @@ class CoDraftGRPOTrainer(DraftCheckpoints, GroupedLoss):
             return super()._compute_loss(model, inputs)
         with self.recorder.record() as record:
             loss = super()._compute_loss(model, inputs)
-        completion_mask = inputs["completion_mask"]
-        trained = completion_mask * inputs["tool_mask"] if "tool_mask" in inputs else completion_mask
-        prompt_mask = inputs["prompt_mask"]
-        trained_prompt = prompt_mask if self.args.draft_train_on_prompt else torch.zeros_like(prompt_mask)
-        rows = (
-            torch.cat([prompt_mask, completion_mask], dim=1),
-            torch.cat([trained_prompt, trained], dim=1).bool(),
-            record.taps,
-            record.last_hidden,
-            self.args.draft_ttt_steps,
-        )
-        if self.loss_group is None:
-            batch = pack_rows(torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1), *rows)
-        else:
-            batch = shard_rows(self.sharding.packed.input_ids, *rows, self.sharding.packed.layout)
-        self._draft_batches.append(batch)
+        self._keep_for_draft(inputs, record.taps, record.last_hidden)
         return loss
+
+    def _keep_for_draft(self, rows, taps, last_hidden):
+        """Packs what the draft learns from a microbatch of this rank, until the policy's backward has run."""
+        completion_mask, prompt_mask = rows["completion_mask"], rows["prompt_mask"]
+        trained = completion_mask * rows["tool_mask"] if "tool_mask" in rows else completion_mask
+        trained_prompt = prompt_mask if self.args.draft_train_on_prompt else torch.zeros_like(prompt_mask)
+        masks = torch.cat([prompt_mask, completion_mask], dim=1), torch.cat([trained_prompt, trained], dim=1).bool()
+        states = taps, last_hidden, self.args.draft_ttt_steps
+        if self.sharding is None:
+            batch = pack_rows(torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1), *masks, *states)
+        else:
+            batch = shard_rows(self.sharding.packed.input_ids, *masks, *states, self.sharding.packed.layout)
+        self._draft_batches.append(batch)
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)

@@ -4,19 +4,20 @@ Pipeline parallelism: a policy split by layers, and the tap channel that brings 
 Knows nothing of TRL. Process groups and devices are arguments.
 """
 
-from .checkpoint import load_optimizer, save_optimizer, save_policy
+from .checkpoint import has_stage_files, load_optimizer, load_whole_optimizer, save_optimizer, save_policy
 from .gloo import GlooTransport
 from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
 from .order import Action, required_slots, schedule_order
 from .plan import Tap, TapPlan
-from .planner import PipelineMemory, RankMemory, bubble_share, plan_memory
+from .planner import PipelineMemory, PlanUnavailable, RankMemory, bubble_share, plan_memory
 from .replica import PolicyReplica
 from .rows import Rows, pad_microbatches
 from .schedule import Pipeline
 from .shared_memory import SharedMemoryTransport
 from .split import PolicyStage, balance_layers, head_cost_of, split_policy, sum_tied_gradients, verify_split
 from .tap_channel import TapChannel
+from .view import StageView
 
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "GlooTransport",
     "Pipeline",
     "PipelineMemory",
+    "PlanUnavailable",
     "PolicyReplica",
     "PolicyStage",
     "RankMemory",
     "Rows",
     "SharedMemoryTransport",
+    "StageView",
     "Tap",
     "TapChannel",
     "TapChannelError",
@@ -39,8 +42,10 @@ __all__ = [
     "balance_layers",
     "bubble_share",
     "clip_grad_norm",
+    "has_stage_files",
     "head_cost_of",
     "load_optimizer",
+    "load_whole_optimizer",
     "pad_microbatches",
     "plan_memory",
     "reduce_gradients",

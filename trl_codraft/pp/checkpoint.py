@@ -156,12 +156,63 @@ def load_optimizer(optimizer: torch.optim.Optimizer, stages: Sequence[PolicyStag
     Raises:
         ValueError: if files or parameters are missing, or parameters of one group had different settings.
     """
-    state, settings = _read_optimizer(Path(folder))
+    _apply(optimizer, stages, folder, *_read_optimizer(Path(folder)))
+
+
+def has_stage_files(folder: str | os.PathLike) -> bool:
+    """Whether [`save_optimizer`] wrote into a folder."""
+    return next(Path(folder).glob("optimizer-*-of-*.pt"), None) is not None
+
+
+def load_whole_optimizer(
+    optimizer: torch.optim.Optimizer,
+    stages: Sequence[PolicyStage],
+    file: str | os.PathLike,
+    names: Sequence[Sequence[str]],
+) -> None:
+    """
+    Reads the state of an optimizer of the whole policy, as a run without a pipeline saves it. Not collective.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`), stages (`Sequence[PolicyStage]`):
+            As in [`load_optimizer`].
+        file (`str` or `os.PathLike`):
+            A saved `optimizer.state_dict()`.
+        names (`Sequence[Sequence[str]]`):
+            By group of that optimizer, the names of its parameters in order.
+
+    Raises:
+        ValueError: if the groups have other sizes than `names`, or lack parameters of these stages.
+    """
+    content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    sizes, saved = [len(group) for group in names], [len(group["params"]) for group in content["param_groups"]]
+    if sizes != saved:
+        raise ValueError(
+            f"{file} holds groups of {saved} parameters, but this run trains groups of {sizes}. Resume with the model and "
+            "the trained parameters of the checkpoint."
+        )
+    state, settings = {}, {}
+    for group, members in zip(content["param_groups"], names, strict=True):
+        for number, name in zip(group["params"], members, strict=True):
+            settings[name] = {key: value for key, value in group.items() if key != "params"}
+            if number in content["state"]:
+                state[name] = content["state"][number]
+    _apply(optimizer, stages, file, state, settings)
+
+
+def _apply(
+    optimizer: torch.optim.Optimizer,
+    stages: Sequence[PolicyStage],
+    source: str | os.PathLike,
+    state: dict[str, dict[str, Any]],
+    settings: dict[str, dict[str, Any]],
+) -> None:
+    """Gives an optimizer the saved state and group settings of its parameters, by name."""
     names = _names_of(optimizer, stages)
     missing = sorted(name for name in names.values() if name not in settings)
     if missing:
         raise ValueError(
-            f"The optimizer state in {folder} lacks {len(missing)} parameters of this rank, among them "
+            f"The optimizer state in {source} lacks {len(missing)} parameters of this rank, among them "
             f"{', '.join(missing[:4])}. Resume with the model and the trained parameters of the checkpoint."
         )
     numbered, groups = {}, []

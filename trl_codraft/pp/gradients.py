@@ -67,7 +67,7 @@ def reduce_gradients(stages: Sequence[PolicyStage], pipeline: dist.ProcessGroup,
     tied = tied_embedding(stages)
     if tied is not None and tied.requires_grad:
         sum_tied_gradients(tied, 0, (stages[0].num_stages - 1) % num_ranks, pipeline)
-    average_gradients([parameter for stage in stages for parameter in stage.policy.parameters()], replicas)
+    average_gradients(_parameters_of(stages), replicas)
 
 
 def tied_embedding(stages: Sequence[PolicyStage]) -> nn.Parameter | None:
@@ -106,5 +106,10 @@ def clip_grad_norm(stages: Sequence[PolicyStage], max_norm: float, pipeline: dis
             squares += get_total_norm(gradients).double().square()
     dist.all_reduce(squares, group=pipeline)
     norm = squares.sqrt().float()
-    clip_grads_with_norm_([parameter for stage in stages for parameter in stage.policy.parameters()], max_norm, norm)
+    clip_grads_with_norm_(_parameters_of(stages), max_norm, norm)
     return norm
+
+
+def _parameters_of(stages: Sequence[PolicyStage]) -> list[nn.Parameter]:
+    """Each parameter once: stages that are views of one policy share it."""
+    return list(dict.fromkeys(parameter for stage in stages for parameter in stage.policy.parameters()))

@@ -36,6 +36,10 @@ ADVICE = {
 }
 
 
+class PlanUnavailable(ValueError):
+    """What the layers of a policy keep cannot be counted without running it."""
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """
@@ -115,7 +119,9 @@ def plan_memory(
     gradient_checkpointing: bool = False,
     states_per_parameter: int = 2,
     draft_bytes: int = 0,
+    draft_everywhere: bool = False,
     replica: bool = True,
+    views: bool = False,
     memory: int | None = None,
 ) -> PipelineMemory:
     """
@@ -134,8 +140,12 @@ def plan_memory(
             Tensors that the optimizer keeps for a trained one: 2 for AdamW.
         draft_bytes (`int`, *optional*, defaults to `0`):
             The draft with its optimizer state and what its training takes.
+        draft_everywhere (`bool`, *optional*, defaults to `False`):
+            Whether every rank holds the draft, not only that of the last stage.
         replica (`bool`, *optional*, defaults to `True`):
             Whether every rank holds the whole policy for rollouts.
+        views (`bool`, *optional*, defaults to `False`):
+            Whether the stages are views of it ([`StageView`]): it then holds their weights.
         memory (`int`, *optional*):
             Bytes that a rank has.
 
@@ -143,8 +153,8 @@ def plan_memory(
         [`PipelineMemory`]
 
     Raises:
-        ValueError: if a rank needs more than `memory`: which, how much, and what to change. If the forward of the policy
-            depends on values (rotary embeddings that follow the length), which cannot be planned.
+        ValueError: if a rank needs more than `memory`: which, how much, and what to change.
+        PlanUnavailable: if the forward of the policy depends on values, as with rotary embeddings that follow the length.
     """
     num_stages = len(layers_per_stage)
     order = schedule_order(schedule, num_ranks, num_stages, num_microbatches)
@@ -161,17 +171,18 @@ def plan_memory(
     ranks = []
     for rank in range(num_ranks):
         stages = range(rank, num_stages, num_ranks)
+        own = sum(weights[stage] for stage in stages)
         # Buffers of torch for a whole step: what a stage receives of forwards and of backwards.
         travelling = sum((stage > 0) + (stage < num_stages - 1) for stage in stages) * num_microbatches * hidden
         ranks.append(
             RankMemory(
-                weights=sum(weights[stage] for stage in stages),
+                weights=own,
                 gradients=sum(trained[stage] for stage in stages),
                 optimizer=states_per_parameter * sum(trained[stage] for stage in stages),
                 activations=_peak(order, rank, kept) + max(extra[stage] for stage in stages) + travelling,
                 taps=taps[rank],
-                draft=draft_bytes if rank == (num_stages - 1) % num_ranks else 0,
-                replica=whole if replica else 0,
+                draft=draft_bytes if draft_everywhere or rank == (num_stages - 1) % num_ranks else 0,
+                replica=whole - (own if views else 0) if replica else 0,
             )
         )
     result = PipelineMemory(tuple(ranks), bubble_share(num_ranks, num_microbatches, num_stages // num_ranks))
@@ -242,7 +253,7 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
         `tuple[int, int]`: bytes of a layer, and of what layers share, such as masks and rotary embeddings.
 
     Raises:
-        ValueError: if the forward of the policy depends on values, so that fake tensors do not do.
+        PlanUnavailable: if the forward of the policy depends on values, so that fake tensors do not do.
     """
     config = two_layer_config(policy.config)
     if config._attn_implementation != "eager":
@@ -278,7 +289,7 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 decoder_of(model)(input_ids=ids, use_cache=False)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
+            raise PlanUnavailable(
                 f"What a layer of {type(policy).__name__} saves cannot be counted without running it: its forward looks at "
                 f"values ({error}), as rotary embeddings that follow the length do. Leave the plan out."
             ) from error

@@ -34,7 +34,8 @@ class PolicyReplica:
         whole ([`~transformers.PreTrainedModel`], *optional*):
             A policy that is not split, on this rank's device, whose weights are overwritten. Its parameters need the same
             names as the stages' and may be of another dtype. If `None`, one is made from the stage's class and config; a
-            policy with adapters has to be passed, the same adapters in it.
+            policy with adapters has to be passed, the same adapters in it. With stages that are views of it
+            ([`StageView`]) it is taken to be up to date, and only what other ranks train will be sent.
 
     Attributes:
         model ([`~transformers.PreTrainedModel`]): the replica, in evaluation mode. Tied weights stay tied.
@@ -44,7 +45,10 @@ class PolicyReplica:
     """
 
     def __init__(self, stages: Sequence[PolicyStage], group: dist.ProcessGroup, whole: nn.Module | None = None):
-        self.model = (_like(stages[0].policy) if whole is None else whole).eval().requires_grad_(False)
+        shared = whole is stages[0].policy
+        self.model = _like(stages[0].policy) if whole is None else whole
+        if not shared:
+            self.model.eval().requires_grad_(False)
         self._group = group
         self._rank = dist.get_rank(group)
         self._sources = {name: value for stage in stages for name, value in stage.named_own_parameters()}
@@ -54,7 +58,13 @@ class PolicyReplica:
         dist.all_gather_object(by_rank, own, group)
         self._owners = [(piece, rank) for rank, pieces in enumerate(by_rank) for piece in pieces]
         self._require_same_parameters()
-        self._send([(piece.name, rank) for piece, rank in self._owners])
+        if not shared:
+            self._send([(piece.name, rank) for piece, rank in self._owners])
+
+    @property
+    def trained_names(self) -> set[str]:
+        """Parameters that some stage trained when the replica was made, by their names in the whole policy."""
+        return {piece.name for piece, _ in self._owners if not piece.frozen}
 
     def refresh(self) -> None:
         """
@@ -68,7 +78,7 @@ class PolicyReplica:
         works = []
         for name, owner in names:
             target = self._targets[name]
-            if owner == self._rank:
+            if owner == self._rank and self._sources[name] is not target:
                 target.copy_(self._sources[name])
             works.append(dist.broadcast(target, group=self._group, group_src=owner, async_op=True))
         for work in works:

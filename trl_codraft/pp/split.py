@@ -136,14 +136,9 @@ def split_policy(
     Raises:
         ValueError: if the layers do not add up, or the model cannot be split.
     """
+    require_split(policy, layers_per_stage)
     decoder = decoder_of(policy)
     num_layers, last = len(decoder.layers), len(layers_per_stage) - 1
-    if sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
-        raise ValueError(
-            f"`layers_per_stage={list(layers_per_stage)}` does not split {num_layers} layers: every stage needs at least "
-            f"one and their sum must be {num_layers}."
-        )
-    require_known_parts(policy)
     start = sum(layers_per_stage[:stage])
     for index in range(num_layers):
         if not start <= index < start + layers_per_stage[stage]:
@@ -154,6 +149,22 @@ def split_policy(
         decoder.norm = PassThrough()
         policy.set_output_embeddings(PassThrough())
     return PolicyStage(policy, stage, last + 1, score)
+
+
+def require_split(policy: nn.Module, layers_per_stage: Sequence[int]) -> None:
+    """
+    Refuses numbers of layers that do not add up, and models that [`require_known_parts`] refuses.
+
+    Raises:
+        ValueError: saying which.
+    """
+    num_layers = len(decoder_of(policy).layers)
+    if sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
+        raise ValueError(
+            f"`layers_per_stage={list(layers_per_stage)}` does not split {num_layers} layers: every stage needs at least "
+            f"one and their sum must be {num_layers}."
+        )
+    require_known_parts(policy)
 
 
 def require_known_parts(policy: nn.Module) -> None:

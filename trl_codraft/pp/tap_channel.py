@@ -44,16 +44,28 @@ class TapChannel:
         timeout (`float`, *optional*, defaults to `300.0`):
             Seconds after which a rank that waits for another gives up. It must exceed the time that a rank may
             legitimately be behind, such as the first step's compilation.
+        device (`torch.device`, *optional*):
+            Where captured taps are and taken ones are wanted. Taps travel in host memory: on a GPU each is copied there
+            when it is captured and back when it is taken, and the forward waits for its copy. If `None`, the CPU.
 
     Raises:
         ValueError: on all ranks alike if their plans differ; if the plan does not give this rank these stages.
     """
 
-    def __init__(self, plan: TapPlan, stage: int | Sequence[int], transport: Transport, *, timeout: float = 300.0):
+    def __init__(
+        self,
+        plan: TapPlan,
+        stage: int | Sequence[int],
+        transport: Transport,
+        *,
+        timeout: float = 300.0,
+        device: torch.device | None = None,
+    ):
         self.plan = plan
         self.stages = (stage,) if isinstance(stage, int) else tuple(stage)
         self.transport = transport
         self.timeout = timeout
+        self.device = torch.device("cpu") if device is None else device
         planned = tuple(number for number, rank in enumerate(plan.stage_ranks) if rank == transport.rank)
         if tuple(sorted(self.stages)) != planned:
             raise ValueError(
@@ -194,9 +206,9 @@ class TapChannel:
         if layer not in taps:
             raise RuntimeError(f"Stage {scope.stage} captured tap {layer}, but the plan has {sorted(taps)} there.")
         rows = self._shapes[scope.microbatch]
-        if hidden.device.type != "cpu":
+        if hidden.device.type != self.device.type:
             raise ValueError(
-                f"Tap {layer} is on {hidden.device}: the tap channel carries tensors on the CPU only so far."
+                f"Tap {layer} is on {hidden.device}, but the channel was made for {self.device}. Pass `device`."
             )
         if tuple(hidden.shape) != taps[layer].shape(rows) or hidden.dtype != taps[layer].dtype:
             raise ValueError(
@@ -237,7 +249,7 @@ class TapChannel:
                     f"The taps of layers {missing} of microbatch {microbatch} were not captured yet on this rank: call "
                     "`take` after the last stage's forward."
                 )
-            return [taps[tap.layer] for tap in self.plan.taps]
+            return [taps[tap.layer].to(self.device) for tap in self.plan.taps]
 
     def discard(self) -> None:
         """Drops what was not taken."""

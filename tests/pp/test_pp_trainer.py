@@ -1,0 +1,79 @@
+"""
+The trainer with a pipeline equals plain data parallelism with the same number of processes: losses and gradients of
+policy and draft, every logged metric, and the weights, on replayed rollouts.
+"""
+
+import pytest
+import torch
+from group.comparison import assert_close, assert_same_training
+from group.forked_ranks import started_once
+from pp.trainer_cases import CASES, DEFAULT_CASES, TOLERANCE, TOLERANCES
+
+
+# World size, ranks per pipeline, cases, seconds. Each line is one start of processes.
+DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES, 280)}
+SLOW_RUNS = {
+    "2 ranks, every case": (2, (2,), list(CASES), 1500),
+    "4 ranks, every case": (4, (2, 4), list(CASES), 1500),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What the ranks of a line saw, started when it is first asked for."""
+    return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "trainer_worker.py", folder="pp")
+
+
+PARAMETERS = [
+    pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-{size} to a pipeline")
+    for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow, pytest.mark.timeout(1600)), SLOW_RUNS))
+    for line, (_, sizes, names, _) in lines.items()
+    for name in names
+    for size in sizes
+]
+
+
+def windows(losses, size):
+    """Sums over accumulation windows: a pipeline returns a window's losses together."""
+    return [sum(losses[start : start + size]) for start in range(0, len(losses), size)]
+
+
+def comparable(run, gradients):
+    """What can be compared between runs with and without stages: losses by window, gradients of all stages."""
+    return {
+        **run,
+        "losses": windows(run["losses"], run["window"]),
+        "gradients": gradients,
+        "reductions": 0,
+    }
+
+
+def of_all_stages(ranks, name, size):
+    """Gradients by step, of the pipeline that the first ranks form."""
+    steps = zip(*(rank[name][size]["gradients"] for rank in ranks[:size]), strict=True)
+    return [{key: value for stage in stages for key, value in stage.items()} for stages in steps]
+
+
+@pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)
+def test_a_pipeline_changes_no_loss_gradient_metric_or_weight(runs, line, name, size):
+    ranks, tolerance = runs(line), TOLERANCES.get(name, TOLERANCE)
+    ours = of_all_stages(ranks, name, size)
+    for rank in ranks:
+        plain = rank[name][1]
+        assert_same_training(comparable(rank[name][size], ours), comparable(plain, plain["gradients"]), tolerance)
+        mine, expected = (rank[name][s].get("draft gradients", []) for s in (size, 1))
+        for step, (a, b) in enumerate(zip(mine, expected, strict=True)):
+            assert_close(a, b, tolerance, f"gradients and counters of the draft at step {step}")
+
+
+def test_each_rank_trains_the_layers_of_its_stage_alone(runs):
+    first, second = (rank["dapo"][2]["gradients"][0].keys() for rank in runs("2 ranks"))
+    assert first
+    assert second
+    assert first.isdisjoint(second)
+
+
+def test_weights_are_the_same_on_all_ranks(runs):
+    first, second = (rank["dapo"][2]["weights"] for rank in runs("2 ranks"))
+    for key, weight in first.items():
+        assert torch.equal(weight, second[key]), key

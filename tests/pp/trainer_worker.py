@@ -1,0 +1,87 @@
+"""
+Ranks of `test_pp_trainer.py`: `python trainer_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case without a pipeline
+and with pipelines of each of the sizes (`2,4`), and saves what each rank saw.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from cp.trainer_worker import DRAFT, POLICIES, ShardedTrainer
+from forked_ranks import fork_ranks
+from pp.trainer_cases import CASES
+from replay_worker import SIZES, prepare
+from tiny import tiny_policy
+from transformers.utils import logging
+
+from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
+
+
+# Six layers, so that no stage of four is like another.
+LAYERS = {"num_hidden_layers": 6}
+# Taps of the first and the last stage, and of one between.
+TAPS = [0, 3, 6]
+
+
+class StagedTrainer(ShardedTrainer):
+    """What `ShardedTrainer` keeps, of a run that no DDP wraps."""
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = CoDraftGRPOTrainer.training_step(self, model, inputs, num_items_in_batch)
+        self.seen["losses"].append(loss.item())
+        return loss
+
+
+def build(case, out, world_size, size, **overrides):
+    """A trainer of a case, `size` ranks to a pipeline."""
+    case = dict(case)
+    replayed = not case.pop("speculates", False)
+    pipeline = {name: case.pop(name) for name in ("pipeline_schedule", "layers_per_stage") if name in case}
+    arguments, config = prepare(case, out, world_size, **overrides)
+    draft_model = None
+    if not replayed:
+        arguments["rollout_func"] = None
+        config |= {**DRAFT, "draft_tap_layers": TAPS, **config}
+    elif config.get("use_draft", True):
+        config |= {**DRAFT, **config}
+        shape = {"tap_layers": TAPS, "draft_vocab_size": config.get("draft_vocab_size", 104)}
+        draft_model = Eagle3DraftModel(Eagle3DraftConfig.from_policy(arguments["model"].config, **shape))
+        if "draft_vocab_size" in config:
+            draft_model.set_vocab(torch.arange(0, 2 * config["draft_vocab_size"], 2))
+    if size > 1:
+        config |= {"pipeline_parallel_size": size, **pipeline}
+    trainer_class = StagedTrainer if size > 1 else ShardedTrainer
+    return trainer_class(args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
+
+
+def run(case, out, world_size, size):
+    """One training run: what it saw at each step, its logs and its final weights."""
+    trainer = build(case, out, world_size, size)
+    trainer.train()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    if trainer.draft_model is not None:
+        weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
+    window = trainer.args.gradient_accumulation_steps
+    return {**trainer.seen, "window": window, "logs": trainer.state.log_history, "weights": weights}
+
+
+def run_cases(rank, world_size, out, sizes, names):
+    return {name: {size: run(CASES[name], out, world_size, size) for size in [1, *sizes]} for name in names}
+
+
+def save_policies(out):
+    """Policies as files: a reference model is loaded from where its policy came from."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for name, config in {**POLICIES, "tied": {"model_type": "llama", "tie_word_embeddings": True}}.items():
+        sizes = {**SIZES, **LAYERS, **config}
+        tiny_policy(sizes.pop("model_type", name), scale=3.0, **sizes).save_pretrained(out / name)
+
+
+if __name__ == "__main__":
+    folder, count, group_sizes, *cases = sys.argv[1:]
+    save_policies(Path(folder))
+    group_sizes = [int(size) for size in group_sizes.split(",")]
+    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes, cases)

@@ -1,0 +1,273 @@
+"""
+Pipeline parallelism in the trainer: what is refused, what the ranks agree on, and how they join.
+
+To TRL and Accelerate all ranks stay data-parallel workers; see `pipelined_loss.py` for the losses and `pp/` for the parts.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
+from torch import nn
+from transformers.utils import logging
+
+from .compatibility import base_policy
+from .config import CoDraftGRPOConfig
+from .group import new_loss_group, require_same
+from .grouped_loss import TRAVELLING_TENSORS
+from .modeling.taps import decoder_of
+from .pipelined_loss import Pipelining
+from .pp import (
+    GlooTransport,
+    Pipeline,
+    PlanUnavailable,
+    PolicyReplica,
+    SharedMemoryTransport,
+    StageView,
+    TapChannel,
+    TapPlan,
+    balance_layers,
+    bubble_share,
+    head_cost_of,
+    plan_memory,
+    verify_split,
+)
+
+
+if TYPE_CHECKING:
+    from .trainer import CoDraftGRPOTrainer
+
+
+logger = logging.get_logger(__name__)
+
+INSTEAD = "Set `pipeline_parallel_size=1`."
+# Stages of a rank under the interleaved schedule, where `layers_per_stage` does not say.
+INTERLEAVED_STAGES = 2
+
+# What the ranks of a pipeline must have in common, besides the schedule of `grouped_loss.py`.
+SETTINGS = (
+    "pipeline_parallel_size",
+    "pipeline_schedule",
+    "layers_per_stage",
+    "tap_channel_slots",
+    "use_draft",
+    "draft_train",
+    "draft_ttt_steps",
+    "draft_tap_layers",
+    "draft_num_hidden_layers",
+    "draft_train_on_prompt",
+    "loss_type",
+    "temperature",
+    "max_steps",
+    "max_grad_norm",
+    "gradient_checkpointing",
+    "optim",
+)
+
+
+def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
+    """
+    Splits the layers of a trainer's policy over groups of `pipeline_parallel_size` ranks from now on. Collective.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, at the end of its construction.
+
+    Raises:
+        ValueError: on all ranks, if the policy or the settings do not allow it; the message says what to set.
+    """
+    args, accelerator, policy = trainer.args, trainer.accelerator, base_policy(trainer.model)
+    reason = unsupported_in_stages(trainer)
+    if reason is not None:
+        raise ValueError(f"`pipeline_parallel_size={args.pipeline_parallel_size}` is not possible: {reason}")
+    require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
+    verify_split(policy)
+    size, layers = args.pipeline_parallel_size, layers_of_stages(args, policy)
+    _announce_plan(trainer, layers)
+    # As DDP would: one process's weights count, should they differ.
+    for tensor in [*policy.parameters(), *policy.buffers()]:
+        dist.broadcast(tensor.data, src=0)
+    timeout = timedelta(seconds=args.ddp_timeout)
+    group = new_loss_group(size, accelerator.device, TRAVELLING_TENSORS, timeout=timeout)
+    world, place = dist.get_world_size(), dist.get_rank() % size
+    holders, _ = dist.new_subgroups_by_enumeration(
+        [list(range(first, world, size)) for first in range(size)], timeout=timeout
+    )
+    host_group, _ = dist.new_subgroups(size, timeout=timeout, backend="gloo")
+    stages = [
+        StageView(policy, layers, index, trainer.score_stage, accelerator.autocast)
+        for index in range(place, len(layers), size)
+    ]
+    trained = {id(parameter) for stage in stages for parameter in stage.trained_parameters()}
+    replica = PolicyReplica(stages, group.members, whole=policy)
+    for parameter in policy.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+    # Before training: it would be wrapped for data parallelism otherwise.
+    trainer.model = trainer.model_wrapped = accelerator.prepare_model(trainer.model, evaluation_mode=True)
+    trainer.model._is_accelerate_prepared = True
+    dtype = hidden_dtype(policy, accelerator.autocast)
+    pipeline = Pipeline(
+        stages,
+        group.members,
+        hidden_size=policy.config.get_text_config().hidden_size,
+        dtype=dtype,
+        device=accelerator.device,
+        schedule=args.pipeline_schedule,
+        channel=_open_channel(trainer, layers, dtype, host_group),
+    )
+    saves = dist.get_rank() < size
+    trainer.join_pipeline(group, Pipelining(pipeline, replica, holders, host_group, saves))
+
+
+def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, ...]:
+    """Decoder layers of each stage: what the user says, or balanced with the head counted."""
+    if args.layers_per_stage is not None:
+        return tuple(args.layers_per_stage)
+    per_rank = INTERLEAVED_STAGES if args.pipeline_schedule == "Interleaved1F1B" else 1
+    num_layers = len(decoder_of(policy).layers)
+    return balance_layers(num_layers, per_rank * args.pipeline_parallel_size, head_cost=head_cost_of(policy))
+
+
+def hidden_dtype(policy: nn.Module, context: Callable[[], AbstractContextManager]) -> torch.dtype:
+    """Dtype of the hidden states between layers, seen in a forward of one token."""
+    seen = []
+
+    def look(module, args, kwargs):
+        seen.append((args[0] if args else kwargs["hidden_states"]).dtype)
+
+    decoder, was_training = decoder_of(policy), policy.training
+    handle = decoder.layers[-1].register_forward_pre_hook(look, with_kwargs=True)
+    policy.eval()
+    try:
+        with torch.no_grad(), context():
+            decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=policy.device), use_cache=False)
+    finally:
+        handle.remove()
+        policy.train(was_training)
+    return seen[0]
+
+
+def _open_channel(
+    trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup
+) -> TapChannel | None:
+    """The channel that brings taps to the draft's stage, if a draft learns from them."""
+    args, size = trainer.args, trainer.args.pipeline_parallel_size
+    if not args.use_draft or not args.draft_train:
+        return None
+    plan = TapPlan.for_layers(
+        trainer.recorder.tap_layers,
+        layers,
+        trainer.draft_model.config.target_hidden_size,
+        dtype,
+        num_ranks=size,
+        num_microbatches=args.gradient_accumulation_steps * size,
+        schedule=args.pipeline_schedule,
+        slots=args.tap_channel_slots,
+    )
+    one_host = share_memory(group)
+    transport = SharedMemoryTransport(group) if one_host else GlooTransport(group)
+    if trainer.accelerator.is_main_process:
+        logger.info(f"Taps travel over {'shared memory' if one_host else 'gloo'}.")
+    place = dist.get_rank(group)
+    return TapChannel(
+        plan,
+        range(place, len(layers), size),
+        transport,
+        timeout=float(args.ddp_timeout),
+        device=trainer.accelerator.device,
+    )
+
+
+def share_memory(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of a group run in one container of one Linux host. Collective."""
+    mine = None
+    if sys.platform == "linux":
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            mine = (file.read(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")))
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group)
+    return mine is not None and all(theirs == mine for theirs in everyone)
+
+
+def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> None:
+    """Says what each rank will hold and wait; raises where that is more than a GPU has."""
+    args, policy, device = trainer.args, base_policy(trainer.model), trainer.accelerator.device
+    size, draft = args.pipeline_parallel_size, trainer.draft_model
+    num_microbatches = args.gradient_accumulation_steps * size
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    # fp32 weights, gradients and two moments, and the copy that rolls out.
+    draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters()) * 5
+    try:
+        plan = plan_memory(
+            policy,
+            layers,
+            num_ranks=size,
+            num_microbatches=num_microbatches,
+            rows=args.per_device_train_batch_size,
+            columns=args.max_completion_length,
+            schedule=args.pipeline_schedule,
+            tap_layers=trainer.recorder.tap_layers if args.use_draft else (),
+            gradient_checkpointing=args.gradient_checkpointing,
+            draft_bytes=draft_bytes,
+            draft_everywhere=True,
+            views=True,
+            memory=memory,
+        )
+    except PlanUnavailable as reason:
+        bubble = bubble_share(size, num_microbatches, len(layers) // size)
+        logger.warning(f"The memory of the pipeline is not planned: {reason} Its bubble is {bubble:.1%}.")
+        return
+    if trainer.accelerator.is_main_process:
+        logger.warning(
+            f"Pipeline of {size} ranks, layers {list(layers)}, for completions of {args.max_completion_length} tokens "
+            f"(prompts come on top):\n{plan.table()}"
+        )
+
+
+def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:
+    """
+    Why a run cannot split its policy into stages, as far as settings and configurations tell.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, after `GRPOTrainer.__init__`.
+
+    Returns:
+        `str` or `None`: what stands in the way and what to set instead.
+    """
+    args, accelerator, policy = trainer.args, trainer.accelerator, base_policy(trainer.model)
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return (
+            f"{accelerator.distributed_type.value} shards the parameters that a stage holds whole. Use plain data "
+            f"parallelism (DDP) around pipelines. {INSTEAD}"
+        )
+    if trainer._is_vlm:
+        return f"the policy takes a processor (vision-language model). {INSTEAD}"
+    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+        return f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens. Use LoRA. {INSTEAD}"
+    if trainer.aux_loss_enabled:
+        return "the load-balancing loss of experts needs all layers at once. Set `router_aux_loss_coef=0.0`."
+    if args.torch_compile or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        return "`torch_compile` cannot trace a policy whose layers come and go. Set `torch_compile=False`."
+    if args.neftune_noise_alpha is not None:
+        return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
+    if args.use_vllm and args.vllm_mode == "colocate":
+        return "vLLM in colocate mode is not supported. Set `vllm_mode='server'`, or `use_vllm=False`."
+    if args.use_transformers_continuous_batching:
+        return "continuous batching is not supported. Set `use_transformers_continuous_batching=False`."
+    if "layerwise" in args.optim or "lomo" in args.optim:
+        return f"`optim={str(args.optim)!r}` steps inside the backward. Choose another, such as 'adamw_torch'."
+    tied = policy.config.tie_word_embeddings
+    embedding = policy.get_input_embeddings()
+    if tied and any(parameter is not embedding.weight for parameter in embedding.parameters()):
+        return (
+            "its embedding is tied to the head and carries an adapter, which the first and the last stage would train "
+            f"apart. Leave embedding and head out of the adapter's modules. {INSTEAD}"
+        )
+    return None
