@@ -104,7 +104,8 @@ class CoDraftGRPOConfig(GRPOConfig):
         > Parameters that control pipeline parallelism
 
         pipeline_parallel_size (`int`, *optional*, defaults to `1`):
-            Number of ranks that split the layers of the policy. Divides the number of processes.
+            Number of ranks that split the layers of the policy. Its product with `context_parallel_size` divides the
+            number of processes.
         pipeline_schedule (`str`, *optional*, defaults to `"1F1B"`):
             Order of forwards and backwards: `"GPipe"`, `"1F1B"` or `"Interleaved1F1B"` (several stages per rank).
         layers_per_stage (`list[int]`, *optional*):
@@ -351,11 +352,6 @@ class CoDraftGRPOConfig(GRPOConfig):
         size, layers = self.pipeline_parallel_size, self.layers_per_stage
         if self.pipeline_schedule not in SCHEDULES:
             raise ValueError(f"`pipeline_schedule` must be one of {SCHEDULES}, got {self.pipeline_schedule!r}.")
-        if size > 1 and self.context_parallel_size > 1:
-            raise ValueError(
-                f"`pipeline_parallel_size={size}` with `context_parallel_size={self.context_parallel_size}` is not "
-                "available yet. Set one of them to 1."
-            )
         if size == 1:
             for name in ("layers_per_stage", "tap_channel_slots"):
                 if getattr(self, name) is not None:
@@ -367,12 +363,12 @@ class CoDraftGRPOConfig(GRPOConfig):
                 "Set `bf16=True`."
             )
         if layers is not None and (
-            len(layers) % size or (self.pipeline_schedule != "Interleaved1F1B" and len(layers) != size)
+            len(layers) % size or (self.pipeline_schedule == "Interleaved1F1B") == (len(layers) == size)
         ):
             raise ValueError(
                 f"`layers_per_stage={layers}` gives {len(layers)} stages to {size} ranks under "
-                f"`pipeline_schedule={self.pipeline_schedule!r}`: one number per rank, or with 'Interleaved1F1B' a "
-                "multiple of the ranks."
+                f"`pipeline_schedule={self.pipeline_schedule!r}`: one number per rank, or with 'Interleaved1F1B' two or "
+                "more times as many."
             )
         if self.tap_channel_slots is not None and self.tap_channel_slots < 1:
             raise ValueError(f"`tap_channel_slots` must be at least 1 or None, got {self.tap_channel_slots}.")

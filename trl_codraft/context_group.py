@@ -5,6 +5,7 @@ To TRL and Accelerate all ranks stay data-parallel workers; see `grouped_loss.py
 for the forward on shards.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,18 +59,17 @@ def require_divisible_world(args: CoDraftGRPOConfig) -> None:
     Checks before a policy is loaded that the processes can be split into groups.
 
     Raises:
-        ValueError: if their number is not a multiple of `context_parallel_size` or `pipeline_parallel_size`.
+        ValueError: if their number is not a multiple of `pipeline_parallel_size * context_parallel_size`.
     """
-    for name, size in (
-        ("context_parallel_size", args.context_parallel_size),
-        ("pipeline_parallel_size", args.pipeline_parallel_size),
-    ):
-        if args.world_size % size:
-            raise ValueError(
-                f"`{name}={size}` with {args.world_size} process(es): ranks that share a microbatch come in groups of "
-                f"{size}. Start a multiple of it (`torchrun --nproc_per_node {size}`; on CPU with "
-                f"`ACCELERATE_USE_CPU=true`), or set `{name}=1`."
-            )
+    sizes = {name: getattr(args, name) for name in ("pipeline_parallel_size", "context_parallel_size")}
+    group = math.prod(sizes.values())
+    if args.world_size % group:
+        given = " and ".join(f"`{name}={size}`" for name, size in sizes.items() if size > 1)
+        raise ValueError(
+            f"{given} with {args.world_size} process(es): ranks that share a microbatch come in groups of {group}. Start a "
+            f"multiple of it (`torchrun --nproc_per_node {group}`; on CPU with `ACCELERATE_USE_CPU=true`), or set "
+            f"{' and '.join(f'`{name}=1`' for name, size in sizes.items() if size > 1)}."
+        )
 
 
 @contextmanager
@@ -98,6 +98,28 @@ def join_context_group(trainer: "CoDraftGRPOTrainer") -> None:
         ValueError: on all ranks, if the policy or the settings do not allow it; the message says what to set.
     """
     args, accelerator = trainer.args, trainer.accelerator
+    require_shards(trainer)
+    timeout = timedelta(seconds=args.ddp_timeout)
+    group = new_loss_group(args.context_parallel_size, accelerator.device, TRAVELLING_TENSORS, timeout=timeout)
+
+    def unwrap(model: nn.Module) -> PreTrainedModel:
+        return base_policy(accelerator.unwrap_model(model))
+
+    trainer.join_loss_group(group, ContextSharding(group.members, unwrap, args.context_parallel_layout))
+
+
+def require_shards(trainer: "CoDraftGRPOTrainer") -> None:
+    """
+    Checks that a trainer's policy and settings allow context parallelism. Collective.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, at the end of its construction.
+
+    Raises:
+        ValueError: on all ranks, if they do not; the message says what to set.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
     reason = unsupported_with_shards(trainer)
     if reason is not None:
         raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {reason}")
@@ -115,13 +137,6 @@ def join_context_group(trainer: "CoDraftGRPOTrainer") -> None:
         raise ValueError(message) from failure
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     warn_if_groups_cross_nodes(args.context_parallel_size, ranks_per_node)
-    timeout = timedelta(seconds=args.ddp_timeout)
-    group = new_loss_group(args.context_parallel_size, accelerator.device, TRAVELLING_TENSORS, timeout=timeout)
-
-    def unwrap(model: nn.Module) -> PreTrainedModel:
-        return base_policy(accelerator.unwrap_model(model))
-
-    trainer.join_loss_group(group, ContextSharding(group.members, unwrap, args.context_parallel_layout))
 
 
 def draft_loss_on(trainer: "CoDraftGRPOTrainer") -> Callable:

@@ -253,10 +253,13 @@ class GroupedLoss(GRPOTrainer):
             prompt_length=attention_mask.shape[1] - completion_length,
             completion_length=completion_length,
             chunk_rows=chunk_rows,
-            shard_tokens=() if self.sharding is None else self.sharding.count_tokens(attention_mask),
+            shard_tokens=self._tokens_per_shard(attention_mask),
             tensors=tensors,
         )
         return self.loss_group.exchange(header, failure)
+
+    def _tokens_per_shard(self, attention_mask):
+        return self.sharding.count_tokens(attention_mask)
 
     def _generate_and_score_completions(self, inputs):
         # Before the first collective of a rollout: a rank that generates while others do not is told apart here.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +20,12 @@ from transformers.utils import logging
 
 from .compatibility import base_policy
 from .config import CoDraftGRPOConfig
-from .group import new_loss_group, require_same
+from .context_group import require_shards
+from .cp.sharding import ContextSharding
+from .group import LossGroup, new_loss_group, require_same
 from .grouped_loss import TRAVELLING_TENSORS
 from .modeling.taps import decoder_of
+from .pipeline_rows import ShardedRows, WholeRows
 from .pipelined_loss import Pipelining
 from .pp import (
     GlooTransport,
@@ -88,24 +92,20 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
         raise ValueError(f"`pipeline_parallel_size={args.pipeline_parallel_size}` is not possible: {reason}")
     require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
     verify_split(policy)
-    size, layers = args.pipeline_parallel_size, layers_of_stages(args, policy)
+    if args.context_parallel_size > 1:
+        require_shards(trainer)
+    layers = layers_of_stages(args, policy)
     _announce_plan(trainer, layers)
     # As DDP would: one process's weights count, should they differ.
     for tensor in [*policy.parameters(), *policy.buffers()]:
         dist.broadcast(tensor.data, src=0)
-    timeout = timedelta(seconds=args.ddp_timeout)
-    group = new_loss_group(size, accelerator.device, TRAVELLING_TENSORS, timeout=timeout)
-    world, place = dist.get_world_size(), dist.get_rank() % size
-    holders, _ = dist.new_subgroups_by_enumeration(
-        [list(range(first, world, size)) for first in range(size)], timeout=timeout
-    )
-    host_group, _ = dist.new_subgroups(size, timeout=timeout, backend="gloo")
+    groups = _Groups(args, accelerator.device)
     stages = [
-        StageView(policy, layers, index, trainer.score_stage, accelerator.autocast)
-        for index in range(place, len(layers), size)
+        StageView(policy, layers, index, trainer.score_stage, trainer.stage_forward)
+        for index in range(groups.place, len(layers), args.pipeline_parallel_size)
     ]
     trained = {id(parameter) for stage in stages for parameter in stage.trained_parameters()}
-    replica = PolicyReplica(stages, group.members, whole=policy)
+    replica = PolicyReplica(stages, groups.pipeline, whole=policy)
     for parameter in policy.parameters():
         parameter.requires_grad_(id(parameter) in trained)
     # Before training: it would be wrapped for data parallelism otherwise.
@@ -114,15 +114,51 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
     dtype = hidden_dtype(policy, accelerator.autocast)
     pipeline = Pipeline(
         stages,
-        group.members,
+        groups.pipeline,
         hidden_size=policy.config.get_text_config().hidden_size,
         dtype=dtype,
         device=accelerator.device,
         schedule=args.pipeline_schedule,
-        channel=_open_channel(trainer, layers, dtype, host_group),
+        channel=_open_channel(trainer, layers, dtype, groups.host),
     )
-    saves = dist.get_rank() < size
-    trainer.join_pipeline(group, Pipelining(pipeline, replica, holders, host_group, saves))
+    rows_of = partial(WholeRows, pad_token_id=trainer._tokenizer.pad_token_id)
+    if args.context_parallel_size > 1:
+        trainer.sharding = ContextSharding(groups.shards, base_policy, args.context_parallel_layout)
+        shards = LossGroup(groups.shards, dist.group.WORLD, accelerator.device, TRAVELLING_TENSORS)
+        rows_of = partial(ShardedRows, sharding=trainer.sharding, group=shards, policy=policy)
+    last = (len(layers) - 1) % args.pipeline_parallel_size * args.context_parallel_size
+    pipelining = Pipelining(pipeline, replica, rows_of, groups.holders, groups.host, last, groups.saves)
+    trainer.join_pipeline(groups.loss, pipelining)
+
+
+class _Groups:
+    """
+    The process groups of this rank. Of the `p * c` neighbours that compute losses together, the `c` that run the same
+    stage are neighbours too. Collective.
+
+    Attributes:
+        loss ([`~group.LossGroup`]): ranks that compute losses together.
+        pipeline (`ProcessGroup`), host (`ProcessGroup`): those of one pipeline, and the same on gloo.
+        shards (`ProcessGroup`): those that run the same stage of the same microbatches, each on its shard.
+        holders (`ProcessGroup`): all ranks of the run with the same stages.
+        place (`int`): of this rank in its pipeline.
+        saves (`bool`): whether this pipeline writes checkpoints: the one of rank 0.
+    """
+
+    def __init__(self, args: CoDraftGRPOConfig, device: torch.device):
+        p, c = args.pipeline_parallel_size, args.context_parallel_size
+        world, rank, timeout = dist.get_world_size(), dist.get_rank(), timedelta(seconds=args.ddp_timeout)
+        self.loss = new_loss_group(p * c, device, TRAVELLING_TENSORS, timeout=timeout)
+        pipelines = [
+            list(range(first + shard, first + p * c, c)) for first in range(0, world, p * c) for shard in range(c)
+        ]
+        holders = [[r for r in range(world) if r % (p * c) // c == place] for place in range(p)]
+        self.pipeline, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
+        self.host, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, backend="gloo")
+        self.holders, _ = dist.new_subgroups_by_enumeration(holders, timeout=timeout)
+        self.shards, _ = dist.new_subgroups(c, timeout=timeout)
+        self.place = rank % (p * c) // c
+        self.saves = rank in pipelines[0]
 
 
 def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, ...]:
@@ -166,7 +202,7 @@ def _open_channel(
         trainer.draft_model.config.target_hidden_size,
         dtype,
         num_ranks=size,
-        num_microbatches=args.gradient_accumulation_steps * size,
+        num_microbatches=args.gradient_accumulation_steps * size * args.context_parallel_size,
         schedule=args.pipeline_schedule,
         slots=args.tap_channel_slots,
     )
@@ -199,7 +235,7 @@ def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> No
     """Says what each rank will hold and wait; raises where that is more than a GPU has."""
     args, policy, device = trainer.args, base_policy(trainer.model), trainer.accelerator.device
     size, draft = args.pipeline_parallel_size, trainer.draft_model
-    num_microbatches = args.gradient_accumulation_steps * size
+    num_microbatches = args.gradient_accumulation_steps * size * args.context_parallel_size
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     # fp32 weights, gradients and two moments, and the copy that rolls out.
     draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters()) * 5

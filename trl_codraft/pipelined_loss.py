@@ -9,7 +9,7 @@ trains the layers of its stage, and is sent the others' after each optimizer ste
 Shapes: `B` rows, `P` prompt columns, `C` completion columns, `S` columns, `H` hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,13 +19,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from trl import GRPOTrainer
 
-from .group import LossGroup, Phase, Scores, attributes_set, report_as
+from .group import LossGroup, Phase, Scores, report_as
 from .grouped_loss import GroupedLoss
 from .modeling.taps import TapRecorder
-from .pp import Pipeline, PolicyReplica, Rows, StageView, clip_grad_norm, pad_microbatches, reduce_gradients
-
-
-IGNORED = -100
+from .pipeline_rows import Job, StepRows
+from .pp import Pipeline, PolicyReplica, Shard, StageView, clip_grad_norm, reduce_gradients
 
 
 class Pipelining(NamedTuple):
@@ -37,18 +35,24 @@ class Pipelining(NamedTuple):
             This rank's part of it.
         replica ([`~pp.PolicyReplica`]):
             The whole policy, of which the stages are views.
+        rows_of (`Callable`):
+            Brings the microbatches of a window into the shape of a pipeline step.
         holders (`ProcessGroup`):
             The ranks of the run that hold the same stages.
         host_group (`ProcessGroup`):
             The ranks of the pipeline on gloo.
+        rank_of_last (`int`):
+            A rank of the loss group that runs the last stage.
         saves (`bool`):
             Whether this pipeline writes checkpoints.
     """
 
     pipeline: Pipeline
     replica: PolicyReplica
+    rows_of: Callable[[Sequence[Job]], StepRows]
     holders: dist.ProcessGroup
     host_group: dist.ProcessGroup
+    rank_of_last: int
     saves: bool
 
     @property
@@ -58,27 +62,6 @@ class Pipelining(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         return self.pipeline.group
-
-
-class Job(NamedTuple):
-    """One microbatch of a pipeline step: which micro-step of which member it is, and its tensors."""
-
-    step: int
-    member: int
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        return torch.cat([self.tensors["prompt_mask"], self.tensors["completion_mask"]], dim=1)
-
-    @property
-    def completion_shape(self) -> torch.Size:
-        """`(B, C)`."""
-        return self.tensors["completion_ids"].shape
-
-    def rows(self) -> Rows:
-        ids = torch.cat([self.tensors["prompt_ids"], self.tensors["completion_ids"]], dim=1)
-        return Rows(ids, self.attention_mask, self.completion_shape[1])
 
 
 class PipelinedLoss(GroupedLoss):
@@ -92,8 +75,10 @@ class PipelinedLoss(GroupedLoss):
 
     pipelining: Pipelining | None = None
     recorder: TapRecorder | None = None
+    # Micro-steps that were put aside.
     _window: list[dict[str, Any]]
-    # On the last stage, by microbatch of the step that runs: outputs of the decoder.
+    # While a pipeline step runs: its microbatches, and on the last stage the outputs of the decoder for them.
+    _rows: StepRows | None = None
     _last_hidden: list[torch.Tensor]
 
     def join_pipeline(self, loss_group: LossGroup, pipelining: Pipelining) -> None:
@@ -106,7 +91,7 @@ class PipelinedLoss(GroupedLoss):
             pipelining ([`Pipelining`]):
                 The pipeline.
         """
-        self.join_loss_group(loss_group, None)
+        self.join_loss_group(loss_group, self.sharding)
         self.pipelining, self._window, self._last_hidden = pipelining, [], []
 
     # Losses
@@ -127,10 +112,10 @@ class PipelinedLoss(GroupedLoss):
     def _run_window(self, window: list[dict[str, Any]]) -> torch.Tensor:
         """Forward, backward and metrics of an accumulation window; the sum of the losses of this rank's own rows."""
         jobs = []
-        for step, inputs in enumerate(window):
+        for inputs in window:
             headers = self._announce(Phase.LOSS, inputs, inputs["completion_ids"].shape[1])
             jobs += [
-                Job(step, member, self.loss_group.send_rows(inputs, header, member))
+                Job(member, self.loss_group.send_rows(inputs, header, member))
                 for member, header in enumerate(headers)
                 if header.rows
             ]
@@ -140,39 +125,33 @@ class PipelinedLoss(GroupedLoss):
         own = [values for job, values in zip(jobs, scores, strict=True) if job.member == self.loss_group.rank]
         for number, (inputs, values) in enumerate(zip(window, own, strict=True)):
             at_end = self._end_of_window(number == len(window) - 1)
-            with torch.no_grad(), at_end, self._metric_pass(inputs, Scores(values[..., 0], values[..., 1], None)):
+            with torch.no_grad(), at_end, self._metric_pass(inputs, values):
                 losses.append(super()._compute_loss(self.model, inputs))
         return torch.stack(losses).sum()
 
-    def _run_pipeline(self, jobs: list[Job]) -> list[torch.Tensor]:
-        """One step of the schedule; by microbatch the log-probs and entropies `(B, C, 2)`, on every rank."""
+    def _run_pipeline(self, jobs: list[Job]) -> list[Scores]:
+        """One step of the schedule; the scores of each microbatch, without graph, on every rank."""
         pipeline = self.pipelining.pipeline
-        padded = pad_microbatches([job.rows() for job in jobs], pad_token_id=self._tokenizer.pad_token_id)
-        shapes = [job.completion_shape for job in jobs]
-        scores = [torch.zeros(*shape, 2, device=self.accelerator.device) for shape in shapes]
+        rows = self._rows = self.pipelining.rows_of(jobs)
         self._last_hidden = []
+        # Log-probs and entropies. They are small: everyone gets all of them.
+        kept = [torch.zeros(2, *job.completion_shape, device=self.accelerator.device) for job in jobs]
 
         def loss(number, output):
-            num_rows, num_columns = shapes[number]
-            own = output[:num_rows, -padded[number].completion_length :][:, :num_columns]
-            scores[number].copy_(own.detach())
-            return self._loss_of_job(jobs[number], Scores(own[..., 0], own[..., 1], None))
+            scores = rows.scores(number, output)
+            kept[number].copy_(torch.stack([scores.log_probs, scores.entropies]).detach())
+            return self._loss_of_job(jobs[number], scores)
 
-        pipeline.step([_inputs_of(job, rows) for job, rows in zip(jobs, padded, strict=True)], loss)
+        pipeline.step(rows.inputs(), loss, rows.tap_shapes())
         if pipeline.channel is not None and pipeline.has_last:
-            for number, job in enumerate(jobs):
-                first = padded[number].attention_mask.shape[1] - padded[number].completion_length
-                first -= job.tensors["prompt_ids"].shape[1]
-                taps = [_crop(tap, job, first) for tap in pipeline.channel.take(number)]
-                self._keep_for_draft(job.tensors, taps, _crop(self._last_hidden[number], job, first))
-        self._last_hidden = []
-        # Log-probs are small: everyone gets all of them.
-        flat = torch.cat([values.flatten() for values in scores])
-        last = (pipeline.num_stages - 1) % pipeline.num_ranks
-        dist.broadcast(flat, group=self.pipelining.group, group_src=last)
-        return [
-            part.view(*shape, 2) for part, shape in zip(flat.split([2 * s.numel() for s in shapes]), shapes, strict=True)
-        ]
+            for number, (job, last_hidden) in enumerate(zip(jobs, self._last_hidden, strict=True)):
+                states = [rows.keep_states(number, state) for state in [*pipeline.channel.take(number), last_hidden]]
+                self._keep_for_draft(job.tensors, states[:-1], states[-1])
+        self._rows, self._last_hidden = None, []
+        flat = torch.cat([values.flatten() for values in kept])
+        dist.broadcast(flat, group=self.loss_group.members, group_src=self.pipelining.rank_of_last)
+        parts = flat.split([values.numel() for values in kept])
+        return [Scores(*part.view_as(values), None) for part, values in zip(parts, kept, strict=True)]
 
     def _loss_of_job(self, job: Job, scores: Scores) -> torch.Tensor:
         """One member's loss of one micro-step, with TRL's code and the graph of the last stage."""
@@ -182,12 +161,19 @@ class PipelinedLoss(GroupedLoss):
         return loss / self.pipelining.pipeline.num_ranks
 
     def _keep_for_draft(self, rows: dict[str, torch.Tensor], taps: list[torch.Tensor], last_hidden: torch.Tensor):
-        """What the draft learns from one microbatch, on the last stage's rank."""
+        """What the draft learns from one microbatch, on the last stage's ranks."""
         raise NotImplementedError
 
+    @contextmanager
+    def stage_forward(self, microbatch: int | None, layers: Sequence[int]) -> Iterator[Shard | None]:
+        """What a stage's forward runs in: a [`~pp.StageContext`]."""
+        with self.accelerator.autocast(), self._rows.forward_of(microbatch, layers) as shard:
+            yield shard
+
     def score_stage(self, policy: nn.Module, arguments: dict, extras: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What the last stage returns: log-probs and entropies `(B, S-1, 2)`, each of the next column's token."""
-        arguments = {**arguments, "labels": extras["labels"], "fused_lm_head": True}
+        """What the last stage returns: log-probs and entropies `(B, columns, 2)`."""
+        stage = self.pipelining.stages[-1]
+        arguments |= {"fused_lm_head": True, **self._rows.label_arguments(stage.microbatch, extras["labels"])}
         if self.pipelining.pipeline.channel is None:
             outputs = policy(**arguments)
         else:
@@ -205,6 +191,10 @@ class PipelinedLoss(GroupedLoss):
             yield
         finally:
             state._set_sync_gradients(True)
+
+    def _tokens_per_shard(self, attention_mask: torch.Tensor) -> tuple[int, ...]:
+        # Shards are planned from the masks that travel, by all ranks alike.
+        return () if self.pipelining is not None else super()._tokens_per_shard(attention_mask)
 
     # Everything without gradients runs on the whole policy, each rank on its own rows
 
@@ -243,28 +233,3 @@ class PipelinedLoss(GroupedLoss):
         if self.pipelining is not None and grad_norm is None:
             grad_norm = clip_grad_norm(self.pipelining.stages, torch.inf, self.pipelining.group)
         return super()._get_grad_norm(model, grad_norm)
-
-
-def _inputs_of(job: Job, rows: Rows) -> dict[str, torch.Tensor]:
-    """
-    A padded microbatch as the stages take it. Positions are those of the columns that the microbatch has without the
-    padding that was added, as in a plain run, where rotary embeddings may depend on them.
-    """
-    num_columns = rows.input_ids.shape[1]
-    prompt, completion = job.tensors["prompt_ids"].shape[1], job.completion_shape[1]
-    columns = torch.arange(num_columns, device=rows.input_ids.device)
-    positions = (columns - (num_columns - rows.completion_length - prompt)).clamp(0, prompt + completion - 1)
-    labels = rows.input_ids.masked_fill(rows.attention_mask == 0, IGNORED)
-    labels[:, : -rows.completion_length] = IGNORED
-    return {
-        "input_ids": rows.input_ids,
-        "attention_mask": rows.attention_mask,
-        "position_ids": positions.expand_as(rows.input_ids),
-        "labels": labels,
-    }
-
-
-def _crop(values: torch.Tensor, job: Job, first: int) -> torch.Tensor:
-    """A microbatch's own rows and columns `(B, P+C, H)` of a padded one's."""
-    num_rows, num_columns = job.attention_mask.shape
-    return values[:num_rows, first : first + num_columns]

@@ -160,10 +160,10 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             self._init_draft(draft_model or args.draft_model_name_or_path)
         else:
             warn_about_unused_settings(args)
-        if args.context_parallel_size > 1:
-            join_context_group(self)
         if args.pipeline_parallel_size > 1:
             join_pipeline_group(self)
+        elif args.context_parallel_size > 1:
+            join_context_group(self)
 
     # Building the draft
 

@@ -3,6 +3,8 @@ The trainer with a pipeline equals plain data parallelism with the same number o
 policy and draft, every logged metric, and the weights, on replayed rollouts.
 """
 
+import math
+
 import pytest
 import torch
 from group.comparison import assert_close, assert_same_training
@@ -11,10 +13,10 @@ from pp.trainer_cases import CASES, DEFAULT_CASES, TOLERANCE, TOLERANCES
 
 
 # World size, ranks per pipeline, cases, seconds. Each line is one start of processes.
-DEFAULT_RUNS = {"2 ranks": (2, (2,), DEFAULT_CASES, 280)}
+DEFAULT_RUNS = {"2 ranks": (2, ("2",), DEFAULT_CASES, 280)}
 SLOW_RUNS = {
-    "2 ranks, every case": (2, (2,), list(CASES), 1500),
-    "4 ranks, every case": (4, (2, 4), list(CASES), 1500),
+    "2 ranks, every case": (2, ("2",), list(CASES), 1500),
+    "4 ranks, every case": (4, ("2", "4", "2x2"), list(CASES), 1500),
 }
 
 
@@ -49,8 +51,9 @@ def comparable(run, gradients):
 
 
 def of_all_stages(ranks, name, size):
-    """Gradients by step, of the pipeline that the first ranks form."""
-    steps = zip(*(rank[name][size]["gradients"] for rank in ranks[:size]), strict=True)
+    """Gradients by step, of the ranks that form the first pipelines."""
+    count = math.prod(int(number) for number in size.split("x"))
+    steps = zip(*(rank[name][size]["gradients"] for rank in ranks[:count]), strict=True)
     return [{key: value for stage in stages for key, value in stage.items()} for stages in steps]
 
 
@@ -59,21 +62,21 @@ def test_a_pipeline_changes_no_loss_gradient_metric_or_weight(runs, line, name, 
     ranks, tolerance = runs(line), TOLERANCES.get(name, TOLERANCE)
     ours = of_all_stages(ranks, name, size)
     for rank in ranks:
-        plain = rank[name][1]
+        plain = rank[name]["1"]
         assert_same_training(comparable(rank[name][size], ours), comparable(plain, plain["gradients"]), tolerance)
-        mine, expected = (rank[name][s].get("draft gradients", []) for s in (size, 1))
+        mine, expected = (rank[name][s].get("draft gradients", []) for s in (size, "1"))
         for step, (a, b) in enumerate(zip(mine, expected, strict=True)):
             assert_close(a, b, tolerance, f"gradients and counters of the draft at step {step}")
 
 
 def test_each_rank_trains_the_layers_of_its_stage_alone(runs):
-    first, second = (rank["dapo"][2]["gradients"][0].keys() for rank in runs("2 ranks"))
+    first, second = (rank["dapo"]["2"]["gradients"][0].keys() for rank in runs("2 ranks"))
     assert first
     assert second
     assert first.isdisjoint(second)
 
 
 def test_weights_are_the_same_on_all_ranks(runs):
-    first, second = (rank["dapo"][2]["weights"] for rank in runs("2 ranks"))
+    first, second = (rank["dapo"]["2"]["weights"] for rank in runs("2 ranks"))
     for key, weight in first.items():
         assert torch.equal(weight, second[key]), key

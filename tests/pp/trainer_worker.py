@@ -1,6 +1,7 @@
 """
 Ranks of `test_pp_trainer.py`: `python trainer_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case without a pipeline
-and with pipelines of each of the sizes (`2,4`), and saves what each rank saw.
+and with pipelines of each of the sizes (`2,4,2x2`: ranks per pipeline, and per microbatch of a stage), and saves what each
+rank saw.
 """
 
 import sys
@@ -34,7 +35,7 @@ class StagedTrainer(ShardedTrainer):
 
 
 def build(case, out, world_size, size, **overrides):
-    """A trainer of a case, `size` ranks to a pipeline."""
+    """A trainer of a case with pipelines of a size, `"1"` for none."""
     case = dict(case)
     replayed = not case.pop("speculates", False)
     pipeline = {name: case.pop(name) for name in ("pipeline_schedule", "layers_per_stage") if name in case}
@@ -49,10 +50,11 @@ def build(case, out, world_size, size, **overrides):
         draft_model = Eagle3DraftModel(Eagle3DraftConfig.from_policy(arguments["model"].config, **shape))
         if "draft_vocab_size" in config:
             draft_model.set_vocab(torch.arange(0, 2 * config["draft_vocab_size"], 2))
-    if size > 1:
-        config |= {"pipeline_parallel_size": size, **pipeline}
-    trainer_class = StagedTrainer if size > 1 else ShardedTrainer
-    return trainer_class(args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
+    if size == "1":
+        return ShardedTrainer(args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
+    p, _, c = size.partition("x")
+    config |= {"pipeline_parallel_size": int(p), "context_parallel_size": int(c or 1), **pipeline}
+    return StagedTrainer(args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
 
 
 def run(case, out, world_size, size):
@@ -67,7 +69,7 @@ def run(case, out, world_size, size):
 
 
 def run_cases(rank, world_size, out, sizes, names):
-    return {name: {size: run(CASES[name], out, world_size, size) for size in [1, *sizes]} for name in names}
+    return {name: {size: run(CASES[name], out, world_size, size) for size in ["1", *sizes]} for name in names}
 
 
 def save_policies(out):
@@ -83,5 +85,4 @@ def save_policies(out):
 if __name__ == "__main__":
     folder, count, group_sizes, *cases = sys.argv[1:]
     save_policies(Path(folder))
-    group_sizes = [int(size) for size in group_sizes.split(",")]
-    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes, cases)
+    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes.split(","), cases)

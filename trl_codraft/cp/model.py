@@ -11,7 +11,7 @@ runs that was handed a layout: rollouts, evaluation by `generate` and callbacks 
 Shapes: `T` rows of this rank, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys and values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -76,7 +76,9 @@ class RoutedPolicy:
         self._handles: list[RemovableHandle] = []
 
     @contextmanager
-    def forward_on(self, layout: ContextLayout, padded_length: int) -> Iterator[dict[str, ShardForward]]:
+    def forward_on(
+        self, layout: ContextLayout, padded_length: int, layers: Sequence[int] | None = None
+    ) -> Iterator[dict[str, ShardForward]]:
         """
         Routes the one forward that runs inside the context.
 
@@ -85,6 +87,8 @@ class RoutedPolicy:
                 Whose rows are passed to it.
             padded_length (`int`):
                 Columns of the microbatch with padding: what rotary embeddings that follow the length go by.
+            layers (`Sequence[int]`, *optional*):
+                Those that the forward runs, if not all.
 
         Returns:
             `Iterator[dict[str, ShardForward]]`: a keyword argument for the forward.
@@ -95,7 +99,7 @@ class RoutedPolicy:
         forward = ShardForward(self, layout)
         with self.attending_by(IMPLEMENTATION), decided_by_length(self._rotary, padded_length):
             yield {KEYWORD: forward}
-        self._require_every_layer(forward)
+        self._require_every_layer(forward, range(len(self.layers)) if layers is None else layers)
 
     @contextmanager
     def attending_by(self, implementation: str) -> Iterator[None]:
@@ -123,9 +127,9 @@ class RoutedPolicy:
             handle.remove()
         self._handles, self._followed = [], set()
 
-    def _require_every_layer(self, forward: ShardForward) -> None:
+    def _require_every_layer(self, forward: ShardForward, layers: Sequence[int]) -> None:
         attended = set(forward.attended)
-        silent = [index for index, layer in enumerate(self.layers) if attended.isdisjoint(layer.modules())]
+        silent = [index for index in layers if attended.isdisjoint(self.layers[index].modules())]
         if silent:
             kinds = ", ".join(sorted({type(self.layers[index]).__name__ for index in silent}))
             raise ValueError(

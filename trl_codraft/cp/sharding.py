@@ -45,6 +45,11 @@ class PackedMicrobatch:
     num_tokens: int
     layout: ContextLayout
 
+    @property
+    def labels(self) -> torch.Tensor:
+        """`(S,)` ids of the completion tokens, `IGNORED` elsewhere."""
+        return self.input_ids.masked_fill(self.scored < 0, IGNORED)
+
     def positions(self) -> list[torch.Tensor]:
         """Per rank, the place in `(B, C)` of the completion tokens that its rows predict, in the order of the rows."""
         places = [_next_of(self.scored, self.layout, rank) for rank in range(self.layout.cp_size)]
@@ -91,7 +96,7 @@ class ContextSharding:
         packed = self.packed = self.pack(input_ids, attention_mask, logits_to_keep)
         layout, positions = packed.layout, packed.positions()
         # Shifted before it is cut: the next token of a segment's last row lies on another rank.
-        labels = layout.shard(packed.input_ids.masked_fill(packed.scored < 0, IGNORED), offset=1, fill=IGNORED)
+        labels = layout.shard(packed.labels, offset=1, fill=IGNORED)
         arguments = {
             "input_ids": layout.shard(packed.input_ids).unsqueeze(0),
             "position_ids": layout.shard(packed.columns).unsqueeze(0),
@@ -99,7 +104,7 @@ class ContextSharding:
             "fused_lm_head": True,
         }
         aux_loss = None
-        with self._route(policy).forward_on(layout, input_ids.shape[1]) as route:
+        with self.route(policy).forward_on(layout, input_ids.shape[1]) as route:
             if compute_aux_loss:
                 with router_logits_of(policy.base_model) as router_logits:
                     outputs = model(**arguments, output_router_logits=True, **route)
@@ -148,7 +153,8 @@ class ContextSharding:
                 doc_lens.append(1)
         return doc_lens, shards
 
-    def _route(self, policy: PreTrainedModel) -> RoutedPolicy:
+    def route(self, policy: PreTrainedModel) -> RoutedPolicy:
+        """Where the forwards of a policy attend on shards."""
         if policy not in self._routed:
             self._routed[policy] = RoutedPolicy(policy)
         return self._routed[policy]

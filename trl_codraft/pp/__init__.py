@@ -13,16 +13,17 @@ from .plan import Tap, TapPlan
 from .planner import PipelineMemory, PlanUnavailable, RankMemory, bubble_share, plan_memory
 from .replica import PolicyReplica
 from .rows import Rows, pad_microbatches
-from .schedule import Pipeline
+from .schedule import Microbatch, Pipeline
 from .shared_memory import SharedMemoryTransport
 from .split import PolicyStage, balance_layers, head_cost_of, split_policy, sum_tied_gradients, verify_split
 from .tap_channel import TapChannel
-from .view import StageView
+from .view import Shard, StageContext, StageView
 
 
 __all__ = [
     "Action",
     "GlooTransport",
+    "Microbatch",
     "Pipeline",
     "PipelineMemory",
     "PlanUnavailable",
@@ -30,7 +31,9 @@ __all__ = [
     "PolicyStage",
     "RankMemory",
     "Rows",
+    "Shard",
     "SharedMemoryTransport",
+    "StageContext",
     "StageView",
     "Tap",
     "TapChannel",

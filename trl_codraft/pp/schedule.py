@@ -90,7 +90,10 @@ class Pipeline:
         return self.stages[-1].is_last
 
     def step(
-        self, microbatches: Sequence[Microbatch], loss: Callable[[int, torch.Tensor], torch.Tensor]
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: Callable[[int, torch.Tensor], torch.Tensor],
+        tap_shapes: Sequence[tuple[int, int]] | None = None,
     ) -> list[torch.Tensor]:
         """
         Forward and backward of all microbatches. Collective in the group. With a channel, the taps of every microbatch
@@ -103,6 +106,8 @@ class Pipeline:
             loss (`Callable`):
                 Given the number of a microbatch and the output of the last stage for it, a scalar. Called on the rank of
                 the last stage only, in the order of the microbatches.
+            tap_shapes (`Sequence[tuple[int, int]]`, *optional*):
+                Leading dimensions of the taps of each microbatch, where layers run on a part of `(B, S)`.
 
         Returns:
             `list[torch.Tensor]`: the losses, detached, by microbatch; empty on ranks without the last stage.
@@ -120,7 +125,7 @@ class Pipeline:
             rows = torch.arange(len(microbatches) * shape[0])
             self._loss = loss
             if self.channel is not None:
-                self.channel.begin_step([shape] * len(microbatches))
+                self.channel.begin_step([shape] * len(microbatches) if tap_shapes is None else tap_shapes)
             prepared.schedule.step(*inputs, target=rows, losses=losses, return_outputs=False, **named)
             if self.channel is not None:
                 self.channel.end_step()
@@ -230,6 +235,7 @@ class _TappedStage(PipelineStage):
     channel: TapChannel | None = None
 
     def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
+        self.submod.microbatch = fwd_chunk_id
         if self.channel is None:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         with self.channel.forward(self.stage_index, fwd_chunk_id):

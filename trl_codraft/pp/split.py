@@ -51,6 +51,8 @@ class PolicyStage(nn.Module):
         self.index = index
         self.num_stages = num_stages
         self.score = score
+        # Number of the microbatch whose forward runs: a `Pipeline` sets it.
+        self.microbatch: int | None = None
 
     @property
     def is_first(self) -> bool:
@@ -98,12 +100,11 @@ class PolicyStage(nn.Module):
         Returns:
             `torch.Tensor`: hidden states `(B, S, H)`; on the last stage, what `score` returns.
         """
-        arguments = {
-            "input_ids" if self.is_first else "inputs_embeds": inputs,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "use_cache": False,
-        }
+        named = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        return self.run({"input_ids" if self.is_first else "inputs_embeds": inputs, **named}, extras)
+
+    def run(self, arguments: dict[str, Any], extras: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The forward with the arguments that the policy gets."""
         if not self.is_last:
             return decoder_of(self.policy)(**arguments).last_hidden_state
         if self.score is None:

@@ -2,18 +2,42 @@
 A stage of a policy that stays whole on its rank. The trainer uses it: the same weights serve the pipeline's steps and,
 whole, rollouts and evaluations.
 
-Shapes: `B` rows, `S` columns, `H` hidden size.
+Shapes: `B` rows, `S` columns, `T` rows of a shard, `H` hidden size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..modeling.taps import decoder_of
 from .split import PassThrough, PolicyStage, require_split
+
+
+class Shard(NamedTuple):
+    """
+    Rows of a stage's input that are real, where others only bring it to the shape of a pipeline step.
+
+    Args:
+        num_rows (`int`):
+            `T`: the first so many of the `S` columns.
+        arguments (`dict`):
+            What the policy's forward takes besides.
+    """
+
+    num_rows: int
+    arguments: dict[str, Any]
+
+
+# Given the number of a microbatch and the layers of a stage, what the stage's forward runs in.
+StageContext = Callable[[int | None, Sequence[int]], AbstractContextManager[Shard | None]]
+
+
+def plain_forward(microbatch: int | None, layers: Sequence[int]) -> AbstractContextManager[None]:
+    """A [`StageContext`] that changes nothing."""
+    return nullcontext()
 
 
 class StageView(PolicyStage):
@@ -26,8 +50,9 @@ class StageView(PolicyStage):
             The policy, with adapters injected if there are any.
         layers_per_stage (`Sequence[int]`), index (`int`), score (`Callable`, *optional*):
             As in [`split_policy`].
-        context (`Callable[[], AbstractContextManager]`, *optional*):
-            Makes what a forward runs in, such as autocast.
+        context (`StageContext`, *optional*):
+            Makes what a forward runs in, such as autocast. If it gives a [`Shard`], the forward runs on that part of its
+            input, and its output is padded with zeros.
 
     Raises:
         ValueError: if the layers do not add up, or the model cannot be split.
@@ -39,17 +64,17 @@ class StageView(PolicyStage):
         layers_per_stage: Sequence[int],
         index: int,
         score: Callable | None = None,
-        context: Callable[[], AbstractContextManager] = nullcontext,
+        context: StageContext = plain_forward,
     ):
         require_split(policy, layers_per_stage)
         super().__init__(policy, index, len(layers_per_stage), score)
         start = sum(layers_per_stage[:index])
-        layers = range(start, start + layers_per_stage[index])
+        self.own_layers = range(start, start + layers_per_stage[index])
         self.context = context
         stage_of = _stages_of_parameters(policy, layers_per_stage)
         self._own_names = {name for name, stage in stage_of.items() if stage == index}
         decoder = decoder_of(policy)
-        self._foreign = [(decoder.layers, str(i)) for i in range(len(decoder.layers)) if i not in layers]
+        self._foreign = [(decoder.layers, str(i)) for i in range(len(decoder.layers)) if i not in self.own_layers]
         if not self.is_last:
             self._foreign.append((decoder, "norm"))
 
@@ -64,13 +89,25 @@ class StageView(PolicyStage):
         parameters = [parameter for _, parameter in self.named_own_parameters()] + ([] if copy is None else [copy])
         return [parameter for parameter in parameters if parameter.requires_grad]
 
-    def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with _set_aside(self._foreign), self.context():
-            output = super().forward(inputs, *args, **kwargs)
+    def run(self, arguments: dict[str, Any], extras: dict[str, torch.Tensor]) -> torch.Tensor:
+        with _set_aside(self._foreign), self.context(self.microbatch, self.own_layers) as shard:
+            if shard is None:
+                output = super().run(arguments, extras)
+            else:
+                output = self._run_shard(shard, arguments, extras)
         if torch.is_grad_enabled() and not output.requires_grad:
             # Everything so far is frozen, and the schedule runs the backward of this stage all the same.
             output.requires_grad_()
         return output
+
+    def _run_shard(self, shard: Shard, arguments: dict[str, Any], extras: dict[str, torch.Tensor]) -> torch.Tensor:
+        cut = {
+            name: value[:, : shard.num_rows] if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+        output = super().run({**cut, **shard.arguments}, extras)
+        num_columns = next(value.shape[1] for value in arguments.values() if isinstance(value, torch.Tensor))
+        return nn.functional.pad(output, (0, 0, 0, num_columns - shard.num_rows))
 
 
 def _stages_of_parameters(policy: nn.Module, layers_per_stage: Sequence[int]) -> dict[str, int]:
