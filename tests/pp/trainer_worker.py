@@ -34,7 +34,7 @@ class StagedTrainer(ShardedTrainer):
         return loss
 
 
-def build(case, out, world_size, size, **overrides):
+def build(case, out, world_size, size, classes=(ShardedTrainer, StagedTrainer), **overrides):
     """A trainer of a case with pipelines of a size, `"1"` for none."""
     case = dict(case)
     replayed = not case.pop("speculates", False)
@@ -51,10 +51,10 @@ def build(case, out, world_size, size, **overrides):
         if "draft_vocab_size" in config:
             draft_model.set_vocab(torch.arange(0, 2 * config["draft_vocab_size"], 2))
     if size == "1":
-        return ShardedTrainer(args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
+        return classes[0](args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
     p, _, c = size.partition("x")
     config |= {"pipeline_parallel_size": int(p), "context_parallel_size": int(c or 1), **pipeline}
-    return StagedTrainer(args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
+    return classes[1](args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
 
 
 def run(case, out, world_size, size):
