@@ -12,6 +12,10 @@ CASES = {
     "gpipe": {"pipeline_schedule": "GPipe", **OLD_LOG_PROBS},
     "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
     "tied": {"model_type": "tied"},
+    # The first stage has nothing to train.
+    "frozen layers": {"frozen_layers": 4},
+    # As under DDP, the weights of the first rank count.
+    "weights of each rank": {"disturbed": True},
     "no draft": {"use_draft": False, "beta": 0.1},
     "no clipping": {"max_grad_norm": 0.0},
     "frozen draft": {"draft_train": False},
@@ -50,7 +54,8 @@ CASES = {
     },
 }
 
-DEFAULT_CASES = ["dapo"]
+# Enough to notice each part that could be missing; the others are marked slow.
+DEFAULT_CASES = ["dapo", "adaptive entropy", "entropy quantile", "interleaved", "frozen layers", "speculative"]
 
 TOLERANCE = (1e-5, 2e-7)
 TOLERANCES = {

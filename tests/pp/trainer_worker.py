@@ -34,12 +34,25 @@ class StagedTrainer(ShardedTrainer):
         return loss
 
 
+def change_policy(policy, frozen, disturbed):
+    """Freezes the embedding and the first layers; moves the weights of every rank but the first."""
+    if frozen:
+        for module in (policy.model.embed_tokens, *policy.model.layers[:frozen]):
+            module.requires_grad_(False)
+    if disturbed:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter += 0.1 * torch.distributed.get_rank()
+
+
 def build(case, out, world_size, size, classes=(ShardedTrainer, StagedTrainer), **overrides):
     """A trainer of a case with pipelines of a size, `"1"` for none."""
     case = dict(case)
     replayed = not case.pop("speculates", False)
     pipeline = {name: case.pop(name) for name in ("pipeline_schedule", "layers_per_stage") if name in case}
+    frozen, disturbed = case.pop("frozen_layers", 0), case.pop("disturbed", False)
     arguments, config = prepare(case, out, world_size, **overrides)
+    change_policy(arguments["model"], frozen, disturbed)
     draft_model = None
     if not replayed:
         arguments["rollout_func"] = None

@@ -46,10 +46,10 @@ VALUES = {
     "context_parallel_layout": ("document", "document", "document"),
     "context_parallel_trunk": ("gather_once", "gather_once", "gather_once"),
     "draft_vllm_server_sync": ("static", "static", "static"),
-    "pipeline_parallel_size": ("1", 1, 1),
-    "pipeline_schedule": ("1F1B", "1F1B", "1F1B"),
-    "layers_per_stage": (None, None, None),
-    "tap_channel_slots": (None, None, None),
+    "pipeline_parallel_size": ("2", 2, 2),
+    "pipeline_schedule": ("Interleaved1F1B", "Interleaved1F1B", "Interleaved1F1B"),
+    "layers_per_stage": ("1 2 2 1", [1, 2, 2, 1], [1, 2, 2, 1]),
+    "tap_channel_slots": ("4", 4, 4),
 }
 OWN_FIELDS = {spec.name for spec in fields(CoDraftGRPOConfig)} - {spec.name for spec in fields(GRPOConfig)}
 BASE = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
@@ -123,10 +123,18 @@ def test_plain_grpo_config_gets_the_drafts_defaults_without_a_second_post_init(t
             "`context_parallel_size=4`, but `cp_size=2`",
         ),
         ({"parallelism_config": ParallelismConfig(cp_size=2, tp_size=2)}, "Set `tp_size=1`"),
-        ({"pipeline_parallel_size": 2}, "`pipeline_parallel_size=2` is not available yet"),
-        ({"pipeline_schedule": "GPipe"}, "`pipeline_schedule='GPipe'` is not available yet"),
-        ({"layers_per_stage": [2, 2]}, r"`layers_per_stage=\[2, 2\]` is not available yet"),
-        ({"tap_channel_slots": 4}, "`tap_channel_slots=4` is not available yet"),
+        ({"pipeline_parallel_size": 0}, "`pipeline_parallel_size` must be an integer of at least 1"),
+        ({"pipeline_schedule": "ZBV"}, r"`pipeline_schedule` must be one of \('GPipe', '1F1B', 'Interleaved1F1B'\)"),
+        ({"layers_per_stage": [2, 2]}, "`layers_per_stage` is set with `pipeline_parallel_size=1`"),
+        ({"tap_channel_slots": 4}, "`tap_channel_slots` is set with `pipeline_parallel_size=1`"),
+        ({"pipeline_parallel_size": 2, "tap_channel_slots": 0}, "`tap_channel_slots` must be at least 1 or None"),
+        ({"pipeline_parallel_size": 2, "layers_per_stage": [1, 1, 1]}, "gives 3 stages to 2 ranks"),
+        ({"pipeline_parallel_size": 2, "layers_per_stage": [1, 1, 1, 1]}, "gives 4 stages to 2 ranks under"),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [2, 2]},
+            "with 'Interleaved1F1B' two or more times as many",
+        ),
+        ({"pipeline_parallel_size": 2, "fp16": True}, "Set `bf16=True`"),
     ],
 )
 def test_refused_value(overrides, message, tmp_path):

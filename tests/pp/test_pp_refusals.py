@@ -1,0 +1,177 @@
+"""Which runs cannot have a pipeline, and stages that are views of a policy that stays whole."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tiny import tiny_policy
+from torch import nn
+
+from trl_codraft.context_group import require_divisible_world
+from trl_codraft.pipeline_group import hidden_dtype, layers_of_stages, unsupported_in_stages
+from trl_codraft.pp import Shard, StageView
+from trl_codraft.pp.view import plain_forward
+
+
+LAYERS = (1, 2, 1)
+
+
+def fake_trainer(policy=None, aux_loss=False, vlm=False, dynamo="no", kind=DistributedType.MULTI_CPU, **settings):
+    defaults = {
+        "torch_compile": False,
+        "neftune_noise_alpha": None,
+        "use_vllm": False,
+        "vllm_mode": "server",
+        "use_transformers_continuous_batching": False,
+        "optim": "adamw_torch",
+    }
+    state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend=dynamo))
+    return SimpleNamespace(
+        model=tiny_policy() if policy is None else policy,
+        accelerator=SimpleNamespace(distributed_type=kind, state=state),
+        args=SimpleNamespace(**{**defaults, **settings}),
+        aux_loss_enabled=aux_loss,
+        _is_vlm=vlm,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"kind": DistributedType.FSDP}, "FSDP shards"),
+        ({"kind": DistributedType.DEEPSPEED}, "DEEPSPEED shards"),
+        ({"vlm": True}, "vision-language model"),
+        ({"aux_loss": True}, "router_aux_loss_coef=0.0"),
+        ({"torch_compile": True}, "torch_compile=False"),
+        ({"dynamo": "inductor"}, "torch_compile=False"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='server'"),
+        ({"use_transformers_continuous_batching": True}, "continuous batching"),
+        ({"optim": "lomo"}, "inside the backward"),
+        ({"optim": "galore_adamw_layerwise"}, "inside the backward"),
+        (
+            {"policy": get_peft_model(tiny_policy(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))},
+            "PROMPT_TUNING",
+        ),
+        (
+            {
+                "policy": get_peft_model(
+                    tiny_policy(tie_word_embeddings=True), LoraConfig(target_modules=["embed_tokens", "q_proj"])
+                )
+            },
+            "tied to the head and carries an adapter",
+        ),
+    ],
+)
+def test_a_run_that_cannot_have_a_pipeline_is_named(overrides, reason):
+    assert reason in unsupported_in_stages(fake_trainer(**overrides))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [tiny_policy(), tiny_policy(tie_word_embeddings=True), get_peft_model(tiny_policy(), LoraConfig())],
+)
+def test_supported_runs_are_not_refused(policy):
+    assert unsupported_in_stages(fake_trainer(policy)) is None
+    assert unsupported_in_stages(fake_trainer(policy, use_vllm=True)) is None
+
+
+def test_the_world_has_to_hold_whole_groups():
+    args = SimpleNamespace(world_size=6, pipeline_parallel_size=2, context_parallel_size=2)
+    with pytest.raises(ValueError, match="`pipeline_parallel_size=2` and `context_parallel_size=2` with 6 process"):
+        require_divisible_world(args)
+    args.world_size = 8
+    require_divisible_world(args)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_belongs_to_one_stage(tied, adapters):
+    policy = tiny_policy(tie_word_embeddings=tied)
+    names = [name for name, _ in policy.named_parameters()]
+    if adapters:
+        policy = get_peft_model(policy, LoraConfig()).get_base_model()
+        names = [name for name, _ in policy.named_parameters()]
+    views = [StageView(policy, LAYERS, index) for index in range(len(LAYERS))]
+    owned = [name for view in views for name, _ in view.named_own_parameters()]
+    assert sorted(owned) == sorted(names)
+    embedding = policy.get_input_embeddings().weight
+    holders = [any(p is embedding for p in view.trained_parameters()) for view in views]
+    assert holders == [not adapters, False, tied and not adapters]
+
+
+def test_views_in_turn_are_the_whole_policy_and_leave_it_as_it_was():
+    policy = tiny_policy().eval()
+    ids = torch.randint(3, 90, (2, 7))
+    expected = policy(input_ids=ids).logits
+    modules = dict(policy.named_modules())
+    hidden = ids
+    for index in range(len(LAYERS)):
+        hidden = StageView(policy, LAYERS, index)(hidden)
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+    assert all(policy.get_submodule(name) is module for name, module in modules.items())
+    assert torch.equal(policy(input_ids=ids).logits, expected)
+
+
+def test_a_policy_is_whole_again_after_a_forward_that_fails():
+    policy = tiny_policy()
+    view = StageView(policy, LAYERS, 0)
+    with pytest.raises(ValueError, match="exactly one of"):
+        view(None)
+    assert len({type(layer) for layer in policy.model.layers}) == 1
+    assert policy(input_ids=torch.ones(1, 2, dtype=torch.long)).logits.shape[-1] == policy.config.vocab_size
+
+
+def test_a_shard_runs_on_its_rows_only_and_is_padded():
+    policy = tiny_policy().eval()
+    ids = torch.randint(3, 90, (1, 8))
+    positions = torch.arange(8).unsqueeze(0)
+
+    class Context:
+        def __call__(self, microbatch, layers):
+            assert list(layers) == [0]
+            return self
+
+        def __enter__(self):
+            return Shard(5, {})
+
+        def __exit__(self, *error):
+            return None
+
+    output = StageView(policy, LAYERS, 0, context=Context())(ids, position_ids=positions)
+    alone = StageView(policy, LAYERS, 0)(ids[:, :5], position_ids=positions[:, :5])
+    assert torch.equal(output[:, :5], alone)
+    assert not output[:, 5:].any()
+
+
+def test_a_frozen_stage_still_has_an_output_to_run_backward_from():
+    policy = tiny_policy().requires_grad_(False)
+    assert StageView(policy, LAYERS, 0)(torch.ones(1, 2, dtype=torch.long)).requires_grad
+    with torch.no_grad():
+        assert not StageView(policy, LAYERS, 0)(torch.ones(1, 2, dtype=torch.long)).requires_grad
+
+
+def test_parameters_outside_of_the_known_parts_are_refused():
+    policy = tiny_policy()
+    policy.model.gate = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="`model.gate.weight` lies outside"):
+        StageView(policy, LAYERS, 0)
+
+
+def test_layers_are_those_given_or_balanced():
+    policy = tiny_policy()
+    given = SimpleNamespace(layers_per_stage=[3, 1], pipeline_schedule="1F1B", pipeline_parallel_size=2)
+    assert layers_of_stages(given, policy) == (3, 1)
+    given.layers_per_stage = None
+    assert sum(layers_of_stages(given, policy)) == 4
+    given.pipeline_schedule = "Interleaved1F1B"
+    assert layers_of_stages(given, policy) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dtype_between_stages_is_that_of_the_residual_stream(dtype):
+    policy = tiny_policy().to(dtype)
+    assert hidden_dtype(policy, lambda: plain_forward(None, ())) == dtype
+    assert hidden_dtype(policy, lambda: torch.autocast("cpu", torch.bfloat16)) == dtype
