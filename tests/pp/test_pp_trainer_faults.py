@@ -1,0 +1,48 @@
+"""A process that fails, dies or stalls under a pipeline ends the others, soon and with an error: nobody waits forever."""
+
+import pytest
+from group.forked_ranks import run_script
+
+
+TIMEOUT = 10
+SLOW = ("killed in a forward", "stalled in a forward", "killed in a reward", "stalled in a reward")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    found = {}
+
+    def outcome_of(*faults):
+        if faults not in found:
+            out = tmp_path_factory.mktemp("faults")
+            found[faults] = run_script("trainer_fault_worker.py", out, *faults, timeout=900, folder="pp")[0]
+        return found[faults]
+
+    return outcome_of
+
+
+RAISED = ("raised in a reward", "raised in an evaluation", "raised in a forward")
+
+
+@pytest.mark.parametrize("fault", RAISED)
+def test_an_exception_of_one_rank_ends_all_with_its_message(seen, fault):
+    exit_code, seconds, messages = seen(*RAISED)[fault]
+    assert exit_code == 1
+    assert seconds <= TIMEOUT
+    if fault == "raised in a forward":
+        # Whichever is first: the other rank's message, or that its process has ended.
+        assert "rank 1 (stages [1])" in messages[0] or "rank(s) [1] had ended" in messages[0]
+    else:
+        assert len(messages) == 2
+        assert all("rank 1: ValueError: this rank gives up" in message for message in messages)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("fault", SLOW)
+def test_the_other_rank_ends_with_an_error_within_the_timeout(seen, fault):
+    exit_code, seconds, messages = seen(*SLOW)[fault]
+    assert exit_code not in (0, None)
+    assert seconds <= TIMEOUT + 10
+    if "forward" in fault:
+        assert "rank(s) [1]" in messages[0] or "rank 1" in messages[0]
