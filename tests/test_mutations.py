@@ -124,8 +124,8 @@ def test_pads_inside_a_document(mutate):
 
 def test_tool_tokens_trained(mutate, tmp_path):
     mutate(
-        CoDraftGRPOTrainer, "_compute_loss",
-        'completion_mask * inputs["tool_mask"] if "tool_mask" in inputs else completion_mask', "completion_mask",
+        CoDraftGRPOTrainer, "_keep_for_draft",
+        'completion_mask * rows["tool_mask"] if "tool_mask" in rows else completion_mask', "completion_mask",
     )  # fmt: skip
     check = test_trained_tokens.test_completion_tokens_of_the_policy_are_trained_and_tool_tokens_are_context
     assert fails(check, False, tmp_path)

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import traceback
 from datetime import timedelta
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prepared import run_prepared
 
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -18,13 +18,8 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def run_script(script, out, *arguments, timeout, folder="group"):
     """Runs a script of a folder of tests and returns what each of its ranks wrote to `OUT/rank{R}.pt`."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (TESTS / "group", TESTS, TESTS.parent)),
-    }
-    command = [sys.executable, str(TESTS / folder / script), str(out), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    paths = (TESTS / "group", TESTS, TESTS.parent)
+    done = run_prepared(TESTS / folder / script, out, *arguments, paths=paths, timeout=timeout)
     if done.returncode:
         pytest.fail(f"{script} exits with {done.returncode}:\n{done.stderr[-4000:]}")
     return [torch.load(path, weights_only=False) for path in sorted(Path(out).glob("rank*.pt"))]

@@ -5,7 +5,6 @@ exit code, error output and time. `python SCRIPT FOLDER` runs a script's `CASES`
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from prepared import run_prepared
 
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -85,13 +85,8 @@ def _run_rank(target, rank, world_size, folder, arguments):
 
 def run_script(script, folder, *arguments, timeout=240):
     """`{case: [Outcome, ...]}` of a script of this folder."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (TESTS / "pp", TESTS, TESTS.parent)),
-    }
-    command = [sys.executable, str(TESTS / "pp" / script), str(folder), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    paths = (TESTS / "pp", TESTS, TESTS.parent)
+    done = run_prepared(TESTS / "pp" / script, folder, *arguments, paths=paths, timeout=timeout)
     if done.returncode:
         pytest.fail(f"{script} exits with {done.returncode}:\n{done.stderr[-4000:]}")
     return torch.load(Path(folder) / "outcomes.pt", weights_only=False)

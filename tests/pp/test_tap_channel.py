@@ -60,7 +60,7 @@ def test_recomputed_forwards_and_evaluations_send_nothing(outcomes, transport):
 def test_wrong_use_is_named_and_ends_the_channel(outcomes, transport):
     messages, others = succeeded(outcomes[transport, "refusals"])
     expected = [
-        "Tap 0 is on meta: the tap channel carries tensors on the CPU only",
+        "Tap 0 is on meta, but the channel was made for cpu",
         "did not run layers [0, 1]",
         "shape (1, 1, 4), but torch.float32 of shape (1, 1, 3) was planned",
         "did not run layers [1]",
