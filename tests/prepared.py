@@ -2,7 +2,7 @@
 Runs scripts of tests in processes that have imported everything already: importing TRL takes longer than most of them.
 
 `python prepared.py` is the process that imports once and then, for each line on its standard input, forks one that runs a
-script, and answers with its number and, when it has ended, its exit code.
+script, and answers with its number and, when it has ended, its exit code and what it wrote.
 """
 
 import atexit
@@ -13,7 +13,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
@@ -27,19 +26,16 @@ def run_prepared(script, *arguments, paths, timeout):
         subprocess.TimeoutExpired: after `timeout` seconds. The script and what it started is killed.
     """
     command = [str(script), *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        request = {"command": command, "paths": [str(path) for path in paths], "folder": folder}
-        server = _server()
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        child = int(server.stdout.readline())
-        ready, _, _ = select.select([server.stdout], [], [], timeout)
-        if not ready:
-            os.killpg(child, signal.SIGKILL)
-        returncode = int(server.stdout.readline())
-        output, errors = (Path(folder, name).read_text(errors="replace") for name in ("stdout", "stderr"))
-        if not ready:
-            raise subprocess.TimeoutExpired(command, timeout, output, errors)
+    server = _server()
+    request = {"command": command, "paths": [str(path) for path in paths]}
+    server.stdin.write(json.dumps(request).encode() + b"\n")
+    child = int(server.stdout.readline())
+    ready, _, _ = select.select([server.stdout], [], [], timeout)
+    if not ready:
+        os.killpg(child, signal.SIGKILL)
+    returncode, output, errors = json.loads(server.stdout.readline())
+    if not ready:
+        raise subprocess.TimeoutExpired(command, timeout, output, errors)
     return subprocess.CompletedProcess(command, returncode, output, errors)
 
 
@@ -47,9 +43,9 @@ def run_prepared(script, *arguments, paths, timeout):
 def _server():
     """One for each process that runs tests, started when it is first needed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    server = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+    # Unbuffered: what a buffer holds, `select` does not see.
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    server = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
     atexit.register(server.stdin.close)
     return server
 
@@ -66,19 +62,24 @@ def _serve():
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         request = json.loads(line)
+        # In memory, so that tests which look for files left behind find none of these.
+        files = [os.memfd_create(name) for name in ("stdout", "stderr")]
         child = os.fork()
         if child == 0:
-            _run(request)
+            _run(request, *files)
         answers.write(f"{child}\n")
         _, status = os.waitpid(child, 0)
-        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        written = [os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace") for file in files]
+        answers.write(json.dumps([os.waitstatus_to_exitcode(status), *written]) + "\n")
+        for file in files:
+            os.close(file)
 
 
-def _run(request):
+def _run(request, stdout, stderr):
     """In the child: never returns."""
     os.setsid()
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(Path(request["folder"], name), os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     script = request["command"][0]
     sys.argv = request["command"]
