@@ -28,7 +28,7 @@ COLLAPSED_ACCEPT_LENGTH = 1.05
 GOOD_ACCEPT_LENGTH = 1.5
 MIN_VERIFICATIONS = 100
 # Settings that only a draft gives a meaning, besides those that begin with `draft_`.
-DRAFT_ONLY_SETTINGS = ("speculative_rollouts", "num_draft_tokens", "context_parallel_trunk")
+DRAFT_ONLY_SETTINGS = ("speculative_rollouts", "num_draft_tokens", "context_parallel_trunk", "tap_channel_slots")
 WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 
 

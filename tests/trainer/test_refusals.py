@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin, T5For
 from transformers.utils import logging as logging_utils
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.compatibility import plain_rollout_reason, refuse_unsupported
+from trl_codraft.compatibility import plain_rollout_reason, refuse_unsupported, warn_about_unused_settings
 from trl_codraft.modeling.taps import decoder_of
 
 
@@ -214,6 +214,13 @@ def test_settings_without_effect_are_named_once_without_a_draft(tmp_path, caplog
     assert messages == [
         "`use_draft=False`: `draft_tap_layers=[1]`, `draft_pretrain_steps=3`, `num_draft_tokens=2` without effect."
     ]
+
+
+def test_the_tap_channel_of_a_pipeline_is_without_effect_without_a_draft(tmp_path, caplog):
+    pipeline = {"use_draft": False, "pipeline_parallel_size": 2, "tap_channel_slots": 3}
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        warn_about_unused_settings(CoDraftGRPOConfig(**settings(tmp_path, **pipeline)))
+    assert caplog.messages == ["`use_draft=False`: `tap_channel_slots=3` without effect."]
 
 
 def test_settings_that_agree_with_having_no_draft_are_not_named(tmp_path, caplog):
