@@ -1,4 +1,4 @@
-"""Hooks that hand hidden states to a tap channel."""
+"""What hands hidden states to a tap channel: hooks, and the forward that they belong to."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +8,26 @@ from torch import nn
 
 if TYPE_CHECKING:
     from .tap_channel import TapChannel
+
+
+class ForwardTaps:
+    """
+    The taps of one forward of one stage, while it runs.
+
+    Args:
+        stage (`int`), microbatch (`int`):
+            Which.
+
+    Attributes:
+        seen (`set[int]`): ids of the taps that were captured.
+        views (`dict[int, torch.Tensor]` or `None`): where they are copied to, from the first one on.
+    """
+
+    def __init__(self, stage: int, microbatch: int):
+        self.stage = stage
+        self.microbatch = microbatch
+        self.seen: set[int] = set()
+        self.views: dict[int, torch.Tensor] | None = None
 
 
 class Capture:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .capture import Capture
+from .capture import Capture, ForwardTaps
 from .message import Header, Kind, TapChannelError
 from .plan import TapPlan, digest
 from .transport import Transport
@@ -83,7 +83,7 @@ class TapChannel:
         self._shapes: tuple[tuple[int, ...], ...] = ()
         self._digest = 0
         self._active = False
-        self._scope: _Scope | None = None
+        self._scope: ForwardTaps | None = None
         self._sequence = {lane.stage: 0 for lane in plan.lanes}
         self._captured: set[tuple[int, int]] = set()
         self._queue: dict[int, dict[int, torch.Tensor]] = {}
@@ -179,7 +179,7 @@ class TapChannel:
         with self._poisoning():
             if self._scope is not None or (stage, microbatch) in self._captured:
                 raise RuntimeError(f"The forward of stage {stage} on microbatch {microbatch} runs twice in one step.")
-            self._scope = _Scope(stage, microbatch)
+            self._scope = ForwardTaps(stage, microbatch)
             try:
                 yield
                 self._finish(self._scope)
@@ -304,7 +304,7 @@ class TapChannel:
 
     # ------------------------------------------------------------------------------------------------ internal
 
-    def _space_for(self, scope: "_Scope") -> dict[int, torch.Tensor]:
+    def _space_for(self, scope: ForwardTaps) -> dict[int, torch.Tensor]:
         """Where the taps of a forward are copied to: a landing slot, or on the draft's rank its queue."""
         rows = self._shapes[scope.microbatch]
         if scope.stage in self._sequence:
@@ -317,7 +317,7 @@ class TapChannel:
         queued.update(views)
         return views
 
-    def _finish(self, scope: "_Scope") -> None:
+    def _finish(self, scope: ForwardTaps) -> None:
         """After a forward: its taps are complete and go their way."""
         stage, microbatch = scope.stage, scope.microbatch
         missing = [tap.layer for tap in self.plan.taps_of(stage) if tap.layer not in scope.seen]
@@ -397,13 +397,3 @@ class TapChannel:
         except BaseException as error:
             self.fail(f"rank {self.transport.rank} (stages {list(self.stages)}): {error or type(error).__name__}")
             raise
-
-
-class _Scope:
-    """One forward of one stage, while it runs."""
-
-    def __init__(self, stage: int, microbatch: int):
-        self.stage = stage
-        self.microbatch = microbatch
-        self.seen: set[int] = set()
-        self.views: dict[int, torch.Tensor] | None = None
