@@ -11,7 +11,14 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .compatibility import base_policy
 from .pipelined_loss import Pipelining
-from .pp import PolicyStage, has_stage_files, load_optimizer, load_whole_optimizer, save_optimizer
+from .pp import (
+    PolicyStage,
+    has_stage_files,
+    load_optimizer,
+    load_whole_optimizer,
+    remove_stage_files,
+    save_optimizer,
+)
 
 
 class PipelineCheckpoints(Trainer):
@@ -26,8 +33,11 @@ class PipelineCheckpoints(Trainer):
     pipelining: Pipelining | None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # An earlier run into the same folder may have left the other kind of files, which a resume would read.
         if self.pipelining is None:
             super()._save_optimizer_and_scheduler(output_dir)
+            if self.args.should_save:
+                remove_stage_files(output_dir)
             return
         if self.pipelining.saves:
             save_optimizer(
@@ -38,6 +48,7 @@ class PipelineCheckpoints(Trainer):
                 timeout=float(self.args.ddp_timeout),
             )
         if self.args.should_save:
+            (Path(output_dir) / OPTIMIZER_NAME).unlink(missing_ok=True)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -55,6 +55,15 @@ def test_the_momentum_of_every_parameter_is_on_the_rank_of_its_stage(runs):
         assert momentum.abs().max() > 0
 
 
+def test_a_resumed_rank_loads_the_momentum_of_its_own_stage_alone(runs):
+    # PEFT makes all adapters trainable on every rank when it loads them.
+    for start, lora in ((2, False), (2, True), (1, True)):
+        first, second = (rank[start, lora, 2]["momenta"] for rank in runs("2 ranks"))
+        assert first
+        assert second
+        assert first.keys().isdisjoint(second.keys())
+
+
 def test_a_checkpoint_holds_the_whole_policy_and_a_file_of_optimizer_state_per_stage(runs):
     files = runs("2 ranks")[0]["files", 2, False]
     assert {"model.safetensors", "config.json", "draft", "scheduler.pt"} <= set(files)

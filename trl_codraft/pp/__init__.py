@@ -4,7 +4,14 @@ Pipeline parallelism: a policy split by layers, and the tap channel that brings 
 Knows nothing of TRL. Process groups and devices are arguments.
 """
 
-from .checkpoint import has_stage_files, load_optimizer, load_whole_optimizer, save_optimizer, save_policy
+from .checkpoint import (
+    has_stage_files,
+    load_optimizer,
+    load_whole_optimizer,
+    remove_stage_files,
+    save_optimizer,
+    save_policy,
+)
 from .gloo import GlooTransport
 from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
@@ -15,7 +22,15 @@ from .replica import PolicyReplica
 from .rows import Rows, pad_microbatches
 from .schedule import Microbatch, Pipeline
 from .shared_memory import SharedMemoryTransport
-from .split import PolicyStage, balance_layers, head_cost_of, split_policy, sum_tied_gradients, verify_split
+from .split import (
+    PolicyStage,
+    balance_layers,
+    head_cost_of,
+    require_split,
+    split_policy,
+    sum_tied_gradients,
+    verify_split,
+)
 from .tap_channel import TapChannel
 from .view import Shard, StageContext, StageView
 
@@ -52,6 +67,8 @@ __all__ = [
     "pad_microbatches",
     "plan_memory",
     "reduce_gradients",
+    "remove_stage_files",
+    "require_split",
     "required_slots",
     "save_optimizer",
     "save_policy",

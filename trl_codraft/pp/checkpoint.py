@@ -25,6 +25,7 @@ from .split import PolicyStage
 
 MODEL_FILES = "model-{:05d}-of-{:05d}.safetensors"
 OPTIMIZER_FILES = "optimizer-{:05d}-of-{:05d}.pt"
+ALL_OPTIMIZER_FILES = "optimizer-*-of-*.pt"
 INDEX = "model.safetensors.index.json"
 
 
@@ -109,7 +110,7 @@ def save_optimizer(
 
     Args:
         optimizer (`torch.optim.Optimizer`):
-            Of this rank's stages: their parameters and no others. Its state has to be its own (not that of
+            Of this rank's stages, or of the policy that they are views of. Its state has to be its own (not that of
             `ZeroRedundancyOptimizer`, which keeps a part).
         stages, folder, group, timeout:
             As in [`save_policy`].
@@ -136,7 +137,7 @@ def save_optimizer(
     for index, content in contents.items():
         torch.save(content, folder / OPTIMIZER_FILES.format(index + 1, num_stages))
     if dist.get_rank(group) == 0:
-        _remove(folder, "optimizer-*-of-*.pt", {OPTIMIZER_FILES.format(i + 1, num_stages) for i in range(num_stages)})
+        _remove(folder, ALL_OPTIMIZER_FILES, {OPTIMIZER_FILES.format(i + 1, num_stages) for i in range(num_stages)})
     _meet(group, "save_optimizer", timeout)
 
 
@@ -161,7 +162,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, stages: Sequence[PolicyStag
 
 def has_stage_files(folder: str | os.PathLike) -> bool:
     """Whether [`save_optimizer`] wrote into a folder."""
-    return next(Path(folder).glob("optimizer-*-of-*.pt"), None) is not None
+    return next(Path(folder).glob(ALL_OPTIMIZER_FILES), None) is not None
+
+
+def remove_stage_files(folder: str | os.PathLike) -> None:
+    """Removes what [`save_optimizer`] wrote into a folder."""
+    _remove(Path(folder), ALL_OPTIMIZER_FILES, set())
 
 
 def load_whole_optimizer(
@@ -207,8 +213,13 @@ def _apply(
     state: dict[str, dict[str, Any]],
     settings: dict[str, dict[str, Any]],
 ) -> None:
-    """Gives an optimizer the saved state and group settings of its parameters, by name."""
+    """
+    Gives an optimizer the saved settings of its parameters, by name, and the state of those that these stages train: with
+    stages that are views of a whole policy it may have others too.
+    """
     names = _names_of(optimizer, stages)
+    trained = {parameter for stage in stages for _, parameter in stage.named_own_parameters()}
+    trained |= {stage.tied_copy for stage in stages} - {None}
     missing = sorted(name for name in names.values() if name not in settings)
     if missing:
         raise ValueError(
@@ -227,8 +238,8 @@ def _apply(
             )
         first = sum(len(earlier["params"]) for earlier in groups)
         groups.append({**chosen, "params": list(range(first, first + len(members)))})
-        for number, name in enumerate(members, first):
-            if name in state:
+        for number, (name, parameter) in enumerate(zip(members, group["params"], strict=True), first):
+            if name in state and parameter in trained:
                 # Copies: the file's memory is not kept.
                 numbered[number] = {
                     key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -239,7 +250,7 @@ def _apply(
 
 def _read_optimizer(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """State and group settings by parameter name, from the files of all stages."""
-    files = sorted(folder.glob("optimizer-*-of-*.pt"))
+    files = sorted(folder.glob(ALL_OPTIMIZER_FILES))
     expected = [OPTIMIZER_FILES.format(index + 1, len(files)) for index in range(len(files))]
     if not files or [file.name for file in files] != expected:
         raise ValueError(
