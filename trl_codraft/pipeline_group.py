@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
 from torch import nn
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from .compatibility import base_policy
@@ -40,6 +41,7 @@ from .pp import (
     bubble_share,
     head_cost_of,
     plan_memory,
+    require_split,
     verify_split,
 )
 
@@ -104,10 +106,7 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
         StageView(policy, layers, index, trainer.score_stage, trainer.stage_forward)
         for index in range(groups.place, len(layers), args.pipeline_parallel_size)
     ]
-    trained = {id(parameter) for stage in stages for parameter in stage.trained_parameters()}
     replica = PolicyReplica(stages, groups.pipeline, whole=policy)
-    for parameter in policy.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
     # Before training: it would be wrapped for data parallelism otherwise.
     trainer.model = trainer.model_wrapped = accelerator.prepare_model(trainer.model, evaluation_mode=True)
     trainer.model._is_accelerate_prepared = True
@@ -162,8 +161,14 @@ class _Groups:
 
 
 def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, ...]:
-    """Decoder layers of each stage: what the user says, or balanced with the head counted."""
+    """
+    Decoder layers of each stage: what the user says, or balanced with the head counted.
+
+    Raises:
+        ValueError: if the policy has other layers than the user says, or fewer than stages.
+    """
     if args.layers_per_stage is not None:
+        require_split(policy, args.layers_per_stage)
         return tuple(args.layers_per_stage)
     per_rank = INTERLEAVED_STAGES if args.pipeline_schedule == "Interleaved1F1B" else 1
     num_layers = len(decoder_of(policy).layers)
@@ -297,8 +302,14 @@ def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:
         return "vLLM in colocate mode is not supported. Set `vllm_mode='server'`, or `use_vllm=False`."
     if args.use_transformers_continuous_batching:
         return "continuous batching is not supported. Set `use_transformers_continuous_batching=False`."
-    if "layerwise" in args.optim or "lomo" in args.optim:
-        return f"`optim={str(args.optim)!r}` steps inside the backward. Choose another, such as 'adamw_torch'."
+    optim = OptimizerNames(args.optim).value
+    if "layerwise" in optim or "lomo" in optim:
+        return f"`optim={optim!r}` steps inside the backward. Choose another, such as 'adamw_torch'."
+    if optim.startswith("schedule_free"):
+        return (
+            f"`optim={optim!r}` evaluates and saves other weights than it trains, which only the rank of a stage "
+            "would see. Choose another, such as 'adamw_torch'."
+        )
     tied = policy.config.tie_word_embeddings
     embedding = policy.get_input_embeddings()
     if tied and any(parameter is not embedding.weight for parameter in embedding.parameters()):

@@ -92,7 +92,12 @@ class PipelinedLoss(GroupedLoss):
                 The pipeline.
         """
         self.join_loss_group(loss_group, self.sharding)
-        self.pipelining, self._window, self._last_hidden = pipelining, [], []
+        self.pipelining, self._last_hidden = pipelining, []
+
+    def train(self, *args, **kwargs):
+        # An error or a stop in the middle of a window leaves micro-steps, which the next run must not train on.
+        self._window = []
+        return super().train(*args, **kwargs)
 
     # Losses
 

@@ -51,6 +51,7 @@ def fake_trainer(policy=None, aux_loss=False, vlm=False, dynamo="no", kind=Distr
         ({"use_transformers_continuous_batching": True}, "continuous batching"),
         ({"optim": "lomo"}, "inside the backward"),
         ({"optim": "galore_adamw_layerwise"}, "inside the backward"),
+        ({"optim": "schedule_free_adamw"}, "`optim='schedule_free_adamw'` evaluates and saves other weights"),
         (
             {"policy": get_peft_model(tiny_policy(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))},
             "PROMPT_TUNING",
@@ -78,6 +79,20 @@ def test_supported_runs_are_not_refused(policy):
     assert unsupported_in_stages(fake_trainer(policy, use_vllm=True)) is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"layers_per_stage": [1, 1]}, r"`layers_per_stage=\[1, 1\]` does not split 4 layers"),
+        ({"layers_per_stage": [4, 0]}, "every stage needs at least one"),
+        ({"pipeline_parallel_size": 5}, "lower `pipeline_parallel_size`"),
+    ],
+)
+def test_layers_that_do_not_add_up_are_refused_with_the_setting_to_change(settings, reason):
+    defaults = {"pipeline_parallel_size": 2, "pipeline_schedule": "1F1B", "layers_per_stage": None}
+    with pytest.raises(ValueError, match=reason):
+        layers_of_stages(SimpleNamespace(**{**defaults, **settings}), tiny_policy())
+
+
 def test_the_world_has_to_hold_whole_groups():
     args = SimpleNamespace(world_size=6, pipeline_parallel_size=2, context_parallel_size=2)
     with pytest.raises(ValueError, match="`pipeline_parallel_size=2` and `context_parallel_size=2` with 6 process"):
@@ -98,8 +113,8 @@ def test_every_parameter_belongs_to_one_stage(tied, adapters):
     owned = [name for view in views for name, _ in view.named_own_parameters()]
     assert sorted(owned) == sorted(names)
     embedding = policy.get_input_embeddings().weight
-    holders = [any(p is embedding for p in view.trained_parameters()) for view in views]
-    assert holders == [not adapters, False, tied and not adapters]
+    assert [any(p is embedding for _, p in view.named_own_parameters()) for view in views] == [True, False, False]
+    assert [view.tied_copy is embedding for view in views] == [False, False, tied]
 
 
 def test_views_in_turn_are_the_whole_policy_and_leave_it_as_it_was():

@@ -41,7 +41,7 @@ def scores_of_the_first_member(self, jobs):
 
 
 def own_norm(stages, max_norm, group):
-    parameters = [parameter for stage in stages for parameter in stage.trained_parameters()]
+    parameters = [parameter for stage in stages for _, parameter in stage.named_own_parameters()]
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 

@@ -130,6 +130,8 @@ class Pipeline:
             if self.channel is not None:
                 self.channel.end_step()
             prepared.clear()
+        # It holds on to what the caller keeps of the microbatches.
+        self._loss = None
         return [value.detach() for value in losses]
 
     @torch.no_grad()

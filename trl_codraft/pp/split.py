@@ -263,7 +263,10 @@ def balance_layers(
         ValueError: if there are more stages than layers.
     """
     if num_stages > num_layers:
-        raise ValueError(f"{num_layers} layers cannot be split into {num_stages} stages. Use at most {num_layers}.")
+        raise ValueError(
+            f"{num_layers} layers cannot be split into {num_stages} stages: every stage needs at least one. Use at most "
+            f"{num_layers} stages (in the trainer: lower `pipeline_parallel_size`)."
+        )
     layers = [1] * num_stages
     extra = [0.0] * (num_stages - 1) + [head_cost + draft_cost]
     for _ in range(num_layers - num_stages):

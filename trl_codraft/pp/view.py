@@ -83,12 +83,6 @@ class StageView(PolicyStage):
             if name in self._own_names:
                 yield name, parameter
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """What this stage takes part in training: its own parameters, and its copy of a tied embedding."""
-        copy = self.tied_copy
-        parameters = [parameter for _, parameter in self.named_own_parameters()] + ([] if copy is None else [copy])
-        return [parameter for parameter in parameters if parameter.requires_grad]
-
     def run(self, arguments: dict[str, Any], extras: dict[str, torch.Tensor]) -> torch.Tensor:
         with _set_aside(self._foreign), self.context(self.microbatch, self.own_layers) as shard:
             if shard is None:

@@ -1,0 +1,32 @@
+"""A trainer with a pipeline that is stopped, trains again, or writes where another run has written."""
+
+import pytest
+from group.comparison import assert_close
+from group.forked_ranks import run_script
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_script("trainer_life_worker.py", tmp_path_factory.mktemp("life"), timeout=280, folder="pp")
+
+
+def test_a_second_run_trains_on_nothing_that_a_stopped_one_left(ranks):
+    for rank in ranks:
+        assert rank["2"]["ended"] == rank["1"]["ended"] == 1
+        for name, weight in rank["1"]["weights"].items():
+            assert_close(rank["2"]["weights"][name], weight, (1e-5, 2e-7), name)
+
+
+def test_nothing_of_a_window_is_kept_after_its_step(ranks):
+    for rank in ranks:
+        assert rank["2"]["kept"] == []
+        assert len(set(rank["2"]["graphs"])) == 1
+
+
+def test_what_is_trainable_does_not_depend_on_stages(ranks):
+    assert ranks[0]["1"]["trainable"] == ranks[0]["2"]["trainable"] == ranks[1]["2"]["trainable"]
+
+
+def test_a_checkpoint_replaces_the_other_kind_of_optimizer_files(ranks):
+    stages = ["optimizer-00001-of-00002.pt", "optimizer-00002-of-00002.pt"]
+    assert ranks[0]["files"] == [stages, ["optimizer.pt"], stages]
