@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from cp.trainer_worker import DRAFT, POLICIES, ShardedTrainer
 from forked_ranks import fork_ranks
-from pp.trainer_cases import CASES
+from pp.trainer_cases import CASES, IMPOSSIBLE
 from replay_worker import SIZES, prepare
 from tiny import tiny_policy
 from transformers.utils import logging
@@ -82,7 +82,12 @@ def run(case, out, world_size, size):
 
 
 def run_cases(rank, world_size, out, sizes, names):
-    return {name: {size: run(CASES[name], out, world_size, size) for size in ["1", *sizes]} for name in names}
+    return {
+        name: {
+            size: run(CASES[name], out, world_size, size) for size in ["1", *sizes] if (name, size) not in IMPOSSIBLE
+        }
+        for name in names
+    }
 
 
 def save_policies(out):

@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trl_codraft.rollout import decode_attention as module_under_test
 from trl_codraft.rollout.cache import causal_mask
+from trl_codraft.rollout.controller import FixedDraftLength
 from trl_codraft.rollout.speculative import SpeculativeDecoder
 
 
@@ -63,3 +64,49 @@ def test_configuration_is_restored_after_an_error(monkeypatch):
         decoder.bind(policy.generate)(ids, attention_mask=mask, do_sample=False, max_new_tokens=9)
     decoder.close()
     assert policy.config._attn_implementation == "sdpa"
+
+
+def test_a_mask_is_repeated_once_for_all_layers_that_share_it():
+    attention = torch.nn.Module()
+    attention.num_key_value_groups = 2
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    full, window = (causal_mask(torch.tensor([[2, 3, 4]]), 5, size) for size in (None, 2))
+    repeated = {}
+    for _layer in range(2):
+        for mask in (full, window):
+            module_under_test.decode_attention(attention, query, key, key, mask)
+            of, copied = module_under_test._masks[id(mask)]
+            assert of() is mask
+            assert repeated.setdefault(id(mask), copied) is copied
+    assert torch.equal(repeated[id(window)], window.repeat(1, 1, 2, 1))
+    gone = id(full)
+    del full, mask
+    another = causal_mask(torch.tensor([[2, 3, 4]]), 5)
+    module_under_test.decode_attention(attention, query, key, key, another)
+    assert gone == id(another) or gone not in module_under_test._masks
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "masked"), [([5], None, False), ([4, 7], None, True), ([5], 3, True), ([6, 6], None, False)]
+)
+def test_rounds_without_drafts_have_a_mask_only_where_something_is_hidden(lengths, window, masked, monkeypatch):
+    model_type, extra = ("llama", {}) if window is None else ("mistral", {"sliding_window": window})
+    policy = tiny_policy(model_type, dtype=torch.float64, scale=3.0, **extra)
+    policy.generation_config.eos_token_id = None
+    masks, original = [], module_under_test.decode_attention
+
+    def looking(module, query, key, value, attention_mask, **kwargs):
+        masks.append(attention_mask)
+        return original(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(
+        module_under_test.AttentionInterface._global_mapping, module_under_test.IMPLEMENTATION, looking
+    )
+    ids, mask = ragged_prompts(lengths)
+    decoder = SpeculativeDecoder(policy, OracleDraft(copy.deepcopy(policy)), num_draft_tokens=3)
+    decoder.controller = FixedDraftLength(0)
+    output = decoder.bind(policy.generate)(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+    decoder.close()
+    assert masks
+    assert {one is not None for one in masks} == {masked}
+    assert torch.equal(output, policy.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6))

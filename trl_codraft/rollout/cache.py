@@ -179,6 +179,11 @@ class PolicyMasks:
         self._layer_types = sorted(set(getattr(text_config, "layer_types", None) or ()))
         self._window = getattr(text_config, "sliding_window", None)
 
+    @property
+    def hides_old_slots(self) -> bool:
+        """Whether some layers have a sliding window."""
+        return self._window is not None
+
     def __call__(
         self, slots: torch.Tensor, visible: int, dtype: torch.dtype, additive: bool
     ) -> torch.Tensor | dict[str, torch.Tensor]:

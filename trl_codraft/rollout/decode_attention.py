@@ -8,6 +8,7 @@ head become rows of one attention instead, and the cache is read where it lies.
 Shapes: `B` rows, `q` query columns, `kv` slots, `Hq` / `Hkv` query / key-value heads, `D` head dim.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -55,9 +56,25 @@ def decode_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     packed = query.reshape(batch, key.shape[1], groups * columns, -1)
-    mask = attention_mask if groups == 1 else attention_mask.repeat(1, 1, groups, 1)
+    mask = attention_mask if groups == 1 else _repeated(attention_mask, groups)
     out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, columns, -1).transpose(1, 2).contiguous(), None
+
+
+# By the number of a mask: the mask, held weakly, and what its layers made of it. A policy has a mask per kind of layer.
+_masks: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+
+
+def _repeated(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    """A mask `(B, 1, q, kv)` for the query heads of a group, `(B, 1, groups * q, kv)`: copied once for all layers."""
+    if mask.shape[2] == 1:
+        return mask.expand(-1, -1, groups, -1)
+    known = _masks.get(id(mask))
+    if known is None or known[0]() is not mask or known[1].shape[2] != groups * mask.shape[2]:
+        for number in [number for number, (of, _) in _masks.items() if of() is None]:
+            del _masks[number]
+        known = _masks[id(mask)] = (weakref.ref(mask), mask.repeat(1, 1, groups, 1))
+    return known[1]
 
 
 AttentionInterface.register(IMPLEMENTATION, decode_attention)

@@ -173,9 +173,12 @@ class Rollout:
         columns = lengths[:, None] - 1 + torch.arange(width + 1, device=self.device)
         counted = torch.arange(width + 1, device=self.device) <= torch.tensor(counts, device=self.device)[:, None]
         positions = columns - torch.tensor(self.pads, device=self.device)[:, None]
-        longest = max(length - pads for length, pads in zip(self.lengths, self.pads, strict=True)) + width
+        known = [length - pads for length, pads in zip(self.lengths, self.pads, strict=True)]
+        longest = max(known) + width
         ids = self.sequences[rows[:, None], columns]
-        logits, seen = self._forward(ids, torch.where(counted, positions, -1), longest, padded=True)
+        # One column per row, all at the end of what is visible, see everything.
+        masked = width > 0 or min(known) < longest or self.masks.hides_old_slots
+        logits, seen = self._forward(ids, torch.where(counted, positions, -1), longest, padded=masked)
 
         kept, tokens = self._verify(logits, rows, columns + 1, counts, drafts)
         self.sequences[rows, lengths + kept] = tokens
