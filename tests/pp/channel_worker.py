@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import sys
 from functools import partial
@@ -35,6 +36,15 @@ def changing_shapes(rank, group, transport, schedule="1F1B", num_stages=None, sl
     result = channel.bytes_sent, payload, channel.queued_bytes
     channel.close()
     return result
+
+
+def many_open_files(rank, group, transport):
+    """As in a long run with data loaders and many connections: file descriptors beyond what `select` can take."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 4096), limit))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    assert max(held) > 1024
+    return changing_shapes(rank, group, transport)
 
 
 def layer_stack(seed, count=4, width=8):
@@ -192,6 +202,7 @@ def killed_in_step(rank, group, transport):
 CASES = {
     "changing shapes, 2 ranks": (2, changing_shapes),
     "changing shapes, 4 ranks": (4, changing_shapes),
+    "many open files": (2, many_open_files),
     "interleaved": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4)),
     "interleaved, fewest slots": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4, slots=2)),
     "one slot, GPipe": (3, partial(changing_shapes, schedule="GPipe", slots=1)),

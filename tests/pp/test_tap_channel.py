@@ -35,6 +35,7 @@ def outcomes(folder):
     [
         "changing shapes, 2 ranks",
         "changing shapes, 4 ranks",
+        "many open files",
         "interleaved",
         "interleaved, fewest slots",
         "one slot, GPipe",

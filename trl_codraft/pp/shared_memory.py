@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -216,7 +216,7 @@ class SharedMemoryTransport:
                 raise TapMismatch(f"from rank {rank}: {error}") from error
             if rank in self._departed:
                 return
-        if select.select([self._pidfds[rank]], [], [], 0)[0]:
+        if _readable([self._pidfds[rank]], 0.0):
             self._raise_gone(rank)
 
     def _handle(self, rank: int, content: bytes, ancillary: list) -> None:
@@ -255,7 +255,7 @@ class SharedMemoryTransport:
 
     def dead_ranks(self) -> list[int]:
         # A process that ends closes its connections a little before it counts as ended.
-        dead, _, _ = select.select(list(self._pidfds.values()), [], [], DYING)
+        dead = _readable(self._pidfds.values(), DYING)
         return [rank for rank, fd in self._pidfds.items() if fd in dead]
 
     def fail(self, text: str) -> None:
@@ -281,6 +281,14 @@ class SharedMemoryTransport:
     def memory_bytes(self) -> int:
         """Bytes of the landing slots that this rank has mapped."""
         return sum(ring.slots * ring.slot_bytes for ring in self._rings.values())
+
+
+def _readable(fds: Iterable[int], seconds: float) -> set[int]:
+    """Those of some file descriptors, of any number, that can be read, or a first one within some seconds."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(1000 * seconds)}
 
 
 class _Ring:
