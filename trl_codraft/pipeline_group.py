@@ -22,6 +22,7 @@ from transformers.utils import logging
 from .compatibility import base_policy
 from .config import CoDraftGRPOConfig
 from .context_group import require_shards
+from .cp.rotary import rotary_by_length
 from .cp.sharding import ContextSharding
 from .group import LossGroup, new_loss_group, require_same
 from .grouped_loss import TRAVELLING_TENSORS
@@ -94,6 +95,7 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
         raise ValueError(f"`pipeline_parallel_size={args.pipeline_parallel_size}` is not possible: {reason}")
     require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
     verify_split(policy)
+    rotary = rotary_by_length(policy)
     if args.context_parallel_size > 1:
         require_shards(trainer)
     layers = layers_of_stages(args, policy)
@@ -120,7 +122,7 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
         schedule=args.pipeline_schedule,
         channel=_open_channel(trainer, layers, dtype, groups.host),
     )
-    rows_of = partial(WholeRows, pad_token_id=trainer._tokenizer.pad_token_id)
+    rows_of = partial(WholeRows, pad_token_id=trainer._tokenizer.pad_token_id, rotary=rotary)
     if args.context_parallel_size > 1:
         trainer.sharding = ContextSharding(groups.shards, base_policy, args.context_parallel_layout)
         shards = LossGroup(groups.shards, dist.group.WORLD, accelerator.device, TRAVELLING_TENSORS)
@@ -261,8 +263,9 @@ def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> No
             memory=memory,
         )
     except PlanUnavailable as reason:
-        bubble = bubble_share(size, num_microbatches, len(layers) // size)
-        logger.warning(f"The memory of the pipeline is not planned: {reason} Its bubble is {bubble:.1%}.")
+        if trainer.accelerator.is_main_process:
+            bubble = bubble_share(size, num_microbatches, len(layers) // size)
+            logger.warning(f"The memory of the pipeline is not planned: {reason} Its bubble is {bubble:.1%}.")
         return
     if trainer.accelerator.is_main_process:
         logger.warning(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .cp.rotary import decided_by_length
 from .cp.sharding import IGNORED, ContextSharding, PackedMicrobatch
 from .group import LossGroup, Scores
 from .pp import Microbatch, Rows, Shard, pad_microbatches
@@ -65,18 +66,20 @@ class WholeRows:
     """
     Padded rows. A [`StepRows`].
 
-    Positions are those of the columns that a microbatch has without the padding that is added, as in a plain run, where
-    rotary embeddings may depend on them.
+    Positions are those of the columns that a microbatch has without the padding that is added, as in a plain run. Rotary
+    embeddings that follow the length are those of that many columns on every stage, whatever its rank ran before.
 
     Args:
         jobs (`Sequence[Job]`):
             The microbatches.
         pad_token_id (`int`):
             Id of added columns.
+        rotary (`Sequence[nn.Module]`):
+            What follows the length in the policy: see [`~cp.rotary.rotary_by_length`].
     """
 
-    def __init__(self, jobs: Sequence[Job], pad_token_id: int):
-        self.jobs = jobs
+    def __init__(self, jobs: Sequence[Job], pad_token_id: int, rotary: Sequence[torch.nn.Module] = ()):
+        self.jobs, self.rotary = jobs, rotary
         rows = [Rows(job.input_ids, job.attention_mask, job.completion_shape[1]) for job in jobs]
         self.padded = pad_microbatches(rows, pad_token_id=pad_token_id)
 
@@ -106,7 +109,8 @@ class WholeRows:
 
     @contextmanager
     def forward_of(self, microbatch: int, layers: Sequence[int]) -> Iterator[None]:
-        yield None
+        with decided_by_length(self.rotary, self.jobs[microbatch].attention_mask.shape[1]):
+            yield None
 
     def label_arguments(self, microbatch: int, labels: torch.Tensor) -> dict[str, Any]:
         return {"labels": labels}

@@ -1,11 +1,11 @@
 """
-Rotary embeddings that follow the length of a batch (`dynamic`, `longrope`): on a shard the length that decides is that
-of the whole microbatch with its padding, as in a forward without context parallelism.
+Rotary embeddings that follow the length of a batch (`dynamic`, `longrope`): on a shard, and on every stage of a pipeline,
+the length that decides is that of the whole microbatch with its padding, as in a forward without parallelism.
 
 Shapes: `T` rows of this rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -36,19 +36,20 @@ def rotary_by_length(policy: nn.Module) -> list[nn.Module]:
     if inside:
         raise ValueError(
             f"Layers of {type(policy).__name__} have rotary embeddings of type {sorted(rope_types(inside[0]))} of "
-            "their own, which context parallelism cannot follow. Set `context_parallel_size=1`."
+            "their own, which neither shards nor stages can follow. Set `context_parallel_size=1` and "
+            "`pipeline_parallel_size=1`."
         )
     return [module for module in policy.modules() if follows_length(module)]
 
 
 @contextmanager
-def decided_by_length(modules: list[nn.Module], length: int) -> Iterator[None]:
+def decided_by_length(modules: Sequence[nn.Module], length: int) -> Iterator[None]:
     """
     Modules called inside compute rotary embeddings as for a batch of `length` columns, whatever came before;
     afterwards they are as they were.
 
     Args:
-        modules (`list[nn.Module]`):
+        modules (`Sequence[nn.Module]`):
             Of [`rotary_by_length`].
         length (`int`):
             Columns of the microbatch, padding included.
