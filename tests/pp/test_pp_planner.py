@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_policy
 
-from trl_codraft.pp import TapPlan, bubble_share, plan_memory, split_policy
+from trl_codraft.pp import PlanUnavailable, TapPlan, bubble_share, plan_memory, split_policy
 from trl_codraft.pp.order import BACKWARD_TIME, FORWARD_TIME, action_ends, schedule_order
 from trl_codraft.pp.planner import saved_by_layer
 
@@ -128,3 +128,9 @@ def test_a_forward_that_looks_at_values_is_refused_by_name():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(ValueError, match="LlamaForCausalLM saves cannot be counted without running it"):
         plan_memory(tiny_policy("llama", rope_parameters=rope), (2, 2), num_ranks=2, **SIZES)
+
+
+def test_experts_whose_kernel_has_no_fake_form_are_refused_by_name():
+    # As of torch 2.13: grouped matrix products of fp32.
+    with pytest.raises(PlanUnavailable, match="MixtralForCausalLM saves cannot be counted without running it"):
+        plan_memory(tiny_policy("mixtral"), (2, 2), num_ranks=2, **SIZES)

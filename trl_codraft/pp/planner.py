@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -154,7 +154,8 @@ def plan_memory(
 
     Raises:
         ValueError: if a rank needs more than `memory`: which, how much, and what to change.
-        PlanUnavailable: if the forward of the policy depends on values, as with rotary embeddings that follow the length.
+        PlanUnavailable: if fake tensors do not do for the forward of the policy: its rotary embeddings follow the length, or
+            kernels of experts lack a fake form.
     """
     num_stages = len(layers_per_stage)
     order = schedule_order(schedule, num_ranks, num_stages, num_microbatches)
@@ -253,7 +254,7 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
         `tuple[int, int]`: bytes of a layer, and of what layers share, such as masks and rotary embeddings.
 
     Raises:
-        PlanUnavailable: if the forward of the policy depends on values, so that fake tensors do not do.
+        PlanUnavailable: if fake tensors do not do for the forward of the policy, as one that depends on values.
     """
     config = two_layer_config(policy.config)
     if config._attn_implementation != "eager":
@@ -288,10 +289,11 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
         try:
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 decoder_of(model)(input_ids=ids, use_cache=False)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except RuntimeError as error:  # of operations on fakes: a policy that works with real tensors is not to blame
             raise PlanUnavailable(
                 f"What a layer of {type(policy).__name__} saves cannot be counted without running it: its forward looks at "
-                f"values ({error}), as rotary embeddings that follow the length do. Leave the plan out."
+                "values, as rotary embeddings that follow the length do, or has operations that fake tensors lack, as some "
+                f"kernels of experts ({error}). Leave the plan out."
             ) from error
     return tuple(sum(tensor.untyped_storage().nbytes() for tensor in found.values()) for found in (saved, shared))
 
