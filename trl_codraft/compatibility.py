@@ -4,7 +4,7 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
 from torch import nn
 from transformers.utils import logging
 
@@ -98,6 +98,39 @@ def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:
             f"`fsdp_version: 2` in the Accelerate config. {WITHOUT_DRAFT}"
         )
     decoder_of(base_policy(trainer.model))
+
+
+def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | None:
+    """
+    Why ranks cannot compute losses together in this run, however they split the work.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, after `GRPOTrainer.__init__`.
+        instead (`str`):
+            What to set where nothing else helps.
+
+    Returns:
+        `str` or `None`: what stands in the way and what to set instead.
+    """
+    args = trainer.args
+    if trainer._is_vlm:
+        return (
+            f"the policy takes a processor (vision-language model), and images cannot be split over ranks. {instead}"
+        )
+    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+        return (
+            f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA. "
+            f"{instead}"
+        )
+    if args.torch_compile or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        return (
+            "`torch_compile` cannot trace a forward that other ranks take part in. Set `torch_compile=False`, and "
+            "`dynamo_backend: 'NO'` in the Accelerate config."
+        )
+    if args.neftune_noise_alpha is not None:
+        return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
+    return None
 
 
 def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:

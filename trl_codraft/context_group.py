@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from accelerate.utils import DistributedType, DynamoBackend, broadcast_object_list, is_peft_model
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel
 
-from .compatibility import base_policy
+from .compatibility import base_policy, unsupported_in_groups
 from .config import CoDraftGRPOConfig
 from .cp.draft import sharded_draft_loss
 from .cp.probe import disagreement_with_plain, unsupported_by_shards
@@ -157,27 +157,14 @@ def unsupported_with_shards(trainer: "CoDraftGRPOTrainer") -> str | None:
     Returns:
         `str` or `None`: what stands in the way and what to set instead.
     """
-    args, accelerator, policy = trainer.args, trainer.accelerator, base_policy(trainer.model)
+    accelerator, policy = trainer.accelerator, base_policy(trainer.model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "DeepSpeed reduces gradients in ways of its own. Use FSDP2 (`fsdp_version: 2`), or DDP."
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         return "FSDP1 is not supported. Set `fsdp_version: 2` in the Accelerate config."
-    if trainer._is_vlm:
-        return (
-            f"the policy takes a processor (vision-language model), and images cannot be split over ranks. {INSTEAD}"
-        )
-    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
-        return (
-            f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA, or "
-            "set `context_parallel_size=1`."
-        )
-    if args.torch_compile or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        return (
-            "`torch_compile` cannot trace attention that talks to other ranks. Set `torch_compile=False`, and "
-            "`dynamo_backend: 'NO'` in the Accelerate config."
-        )
-    if args.neftune_noise_alpha is not None:
-        return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
+    reason = unsupported_in_groups(trainer, INSTEAD)
+    if reason is not None:
+        return reason
     return _routing_reason(policy) or dropout_reason(policy, training=True) or unsupported_by_shards(policy)
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
-from .compatibility import base_policy
+from .compatibility import base_policy, unsupported_in_groups
 from .config import CoDraftGRPOConfig
 from .context_group import require_shards
 from .cp.rotary import rotary_by_length
@@ -291,16 +291,11 @@ def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:
             f"{accelerator.distributed_type.value} shards the parameters that a stage holds whole. Use plain data "
             f"parallelism (DDP) around pipelines. {INSTEAD}"
         )
-    if trainer._is_vlm:
-        return f"the policy takes a processor (vision-language model). {INSTEAD}"
-    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
-        return f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens. Use LoRA. {INSTEAD}"
+    reason = unsupported_in_groups(trainer, INSTEAD)
+    if reason is not None:
+        return reason
     if trainer.aux_loss_enabled:
         return "the load-balancing loss of experts needs all layers at once. Set `router_aux_loss_coef=0.0`."
-    if args.torch_compile or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        return "`torch_compile` cannot trace a policy whose layers come and go. Set `torch_compile=False`."
-    if args.neftune_noise_alpha is not None:
-        return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
     if args.use_vllm and args.vllm_mode == "colocate":
         return "vLLM in colocate mode is not supported. Set `vllm_mode='server'`, or `use_vllm=False`."
     if args.use_transformers_continuous_batching:

@@ -1,14 +1,18 @@
 """Runs that pipelines must reproduce: arguments of the trainer on top of those of `settings`."""
 
-from group.replay_cases import CASES as REPLAY_CASES
+from cp.trainer_cases import CASES as CONTEXT_PARALLEL_CASES
 from group.replay_cases import OLD_LOG_PROBS
 
 
-# The load-balancing loss of experts is refused.
-REPLAYED = {**REPLAY_CASES, "experts": {**REPLAY_CASES["experts"], "router_aux_loss_coef": 0.0}}
+# The load-balancing loss of experts is refused; layouts are of shards.
+SHARED = {
+    name: {**case, "router_aux_loss_coef": 0.0} if case.get("model_type") == "mixtral" else case
+    for name, case in CONTEXT_PARALLEL_CASES.items()
+    if name != "whole rows travel"
+}
 
 CASES = {
-    **REPLAYED,
+    **SHARED,
     "gpipe": {"pipeline_schedule": "GPipe", **OLD_LOG_PROBS},
     "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
     "tied": {"model_type": "tied"},
@@ -16,42 +20,7 @@ CASES = {
     "frozen layers": {"frozen_layers": 4},
     # As under DDP, the weights of the first rank count.
     "weights of each rank": {"disturbed": True},
-    "no draft": {"use_draft": False, "beta": 0.1},
     "no clipping": {"max_grad_norm": 0.0},
-    "frozen draft": {"draft_train": False},
-    "prompts trained": {"draft_train_on_prompt": True, "draft_detach_passes": True},
-    "reduced vocabulary": {"draft_vocab_size": 48},
-    "short rows": {
-        "prompts": ["x", "y"],
-        "longest": 3,
-        "max_completion_length": 2,
-        "mask_truncated_completions": True,
-        "per_device_train_batch_size": 1,
-    },
-    "untrained rank": {"mask_truncated_completions": True, "max_completion_length": 2, "longest": 6},
-    "reentrant checkpointing": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "speculative": {
-        "speculates": True,
-        "dtype": "float32",
-        "num_draft_tokens": "2",
-        "draft_pretrain_steps": 2,
-        "max_completion_length": 6,
-        "save_strategy": "steps",
-        "save_steps": 3,
-    },
-    "window": {"model_type": "mistral", **OLD_LOG_PROBS},
-    "longrope": {"model_type": "phi3"},
-    "dynamic": {"model_type": "dynamic", "pad_to_multiple_of": 32},
-    "checkpointed lora": {
-        "lora": True,
-        "beta": 0.1,
-        "gradient_checkpointing": True,
-        "speculates": True,
-        "num_draft_tokens": "2",
-    },
 }
 
 # Enough to notice each part that could be missing; the others are marked slow.
