@@ -12,7 +12,10 @@ from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
 from .group import (
@@ -114,6 +117,7 @@ class GroupedLoss(GRPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.loss_group is None or not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        require_averaged_gradients(self.accelerator, model)
         if self.top_entropy_quantile < 1.0:
             inputs = {**inputs, "entropy_mask": self._high_entropy_mask(inputs)}
         headers = self._announce(Phase.LOSS, inputs, inputs["completion_ids"].shape[1])
@@ -286,6 +290,27 @@ class GroupedLoss(GRPOTrainer):
                 raise
             self._failure = self._failure or error
         return gather(torch.full((len(prompts), len(self.reward_funcs)), torch.nan, device=self.accelerator.device))
+
+
+def require_averaged_gradients(accelerator: Accelerator, model: nn.Module) -> None:
+    """
+    Refuses to train a policy that nothing wraps: each rank would step with the gradients of its own tokens.
+
+    Args:
+        accelerator (`Accelerator`):
+            That of the run.
+        model (`nn.Module`):
+            The policy as the training step gets it.
+
+    Raises:
+        RuntimeError: if neither DDP nor FSDP2 averages its gradients over the ranks.
+    """
+    if accelerator.num_processes > 1 and not accelerator.is_fsdp2 and not isinstance(model, DistributedDataParallel):
+        raise RuntimeError(
+            "The policy is not wrapped for data parallelism, so its gradients would not be averaged over ranks. Accelerate "
+            "does so when `evaluate()` is called before `train()`. Set `eval_on_start=True` instead, or evaluate with a "
+            "trainer of its own."
+        )
 
 
 def _stand_in_rollouts(prompts, trainer):

@@ -1,12 +1,16 @@
 """The machinery without a trainer, on four gloo processes that run the checks of `machinery_worker.py`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from forked_ranks import run_script
 from machinery_worker import CHECKS
+from torch import nn
 
 from trl_codraft.group import Header, MemberAccelerator, Phase, attributes_set, describe, report_as
 from trl_codraft.group.header import MAX_TENSORS
+from trl_codraft.grouped_loss import require_averaged_gradients
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +96,11 @@ def test_reported_loss_has_one_value_and_the_gradient_of_another():
     reported = report_as(weight.square(), torch.tensor(0.125))
     reported.backward()
     assert (reported.item(), weight.grad.item()) == (0.125, 6.0)
+
+
+def test_several_ranks_do_not_train_a_policy_whose_gradients_nobody_averages():
+    policy = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"`evaluate\(\)` is called before `train\(\)`"):
+        require_averaged_gradients(SimpleNamespace(num_processes=2, is_fsdp2=False), policy)
+    require_averaged_gradients(SimpleNamespace(num_processes=1, is_fsdp2=False), policy)
+    require_averaged_gradients(SimpleNamespace(num_processes=2, is_fsdp2=True), policy)
