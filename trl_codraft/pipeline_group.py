@@ -140,7 +140,8 @@ class _Groups:
     Attributes:
         loss ([`~group.LossGroup`]): ranks that compute losses together.
         pipeline (`ProcessGroup`), host (`ProcessGroup`): those of one pipeline, and the same on gloo.
-        shards (`ProcessGroup`): those that run the same stage of the same microbatches, each on its shard.
+        shards (`ProcessGroup`): those that run the same stage of the same microbatches, each on its shard; only with
+            context parallelism.
         holders (`ProcessGroup`): all ranks of the run with the same stages.
         place (`int`): of this rank in its pipeline.
         saves (`bool`): whether this pipeline writes checkpoints: the one of rank 0.
@@ -154,10 +155,12 @@ class _Groups:
             list(range(first + shard, first + p * c, c)) for first in range(0, world, p * c) for shard in range(c)
         ]
         holders = [[r for r in range(world) if r % (p * c) // c == place] for place in range(p)]
-        self.pipeline, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
+        self.pipeline = self.loss.members  # they do nothing else while a schedule runs
+        if c > 1:
+            self.pipeline, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
+            self.shards, _ = dist.new_subgroups(c, timeout=timeout)
         self.host, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, backend="gloo")
         self.holders, _ = dist.new_subgroups_by_enumeration(holders, timeout=timeout)
-        self.shards, _ = dist.new_subgroups(c, timeout=timeout)
         self.place = rank % (p * c) // c
         self.saves = rank in pipelines[0]
 

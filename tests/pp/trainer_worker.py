@@ -78,7 +78,21 @@ def run(case, out, world_size, size):
     if trainer.draft_model is not None:
         weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
     window = trainer.args.gradient_accumulation_steps
-    return {**trainer.seen, "window": window, "logs": trainer.state.log_history, "weights": weights}
+    seen = {**trainer.seen, "window": window, "logs": trainer.state.log_history, "weights": weights}
+    release(trainer)
+    return seen
+
+
+def release(trainer):
+    """Frees what a process has for one trainer: every process group keeps threads and connections."""
+    pipelining = trainer.pipelining
+    if pipelining is None:
+        return
+    if pipelining.pipeline.channel is not None:
+        pipelining.pipeline.channel.close()
+    groups = {trainer.loss_group.members, pipelining.group, pipelining.host_group, pipelining.holders}
+    for group in groups | (set() if trainer.sharding is None else {trainer.sharding.group}):
+        torch.distributed.destroy_process_group(group)
 
 
 def run_cases(rank, world_size, out, sizes, names):
