@@ -11,7 +11,7 @@ MUTATIONS = {
     "loss not divided": "dapo",
     "other stages' weights stay old": "dapo",
     "norm of the own stage": "tight clipping",
-    "metrics of another member": "dapo",
+    "metrics of other rows": "dapo",
     "controllers act in every micro-step": "adaptive entropy",
     "positions of added columns": "longrope",
     "states a column late": "dapo",

@@ -14,6 +14,7 @@ from pp.trainer_cases import CASES
 from pp.trainer_worker import StagedTrainer, run, save_policies
 
 from trl_codraft import pipelined_loss
+from trl_codraft.group import Scores
 from trl_codraft.grouped_loss import GroupedLoss
 from trl_codraft.pipeline_rows import WholeRows
 from trl_codraft.pp import PolicyReplica
@@ -35,9 +36,11 @@ def states_a_column_late(self, microbatch, hidden):
     return original_states(self, microbatch, hidden.roll(-1, dims=1))
 
 
-def scores_of_the_first_member(self, jobs):
-    scores = original_pipeline(self, jobs)
-    return [scores[next(i for i, other in enumerate(jobs) if other.member == 0)] for _ in jobs]
+def scores_of_the_next_rows(self, jobs):
+    return [
+        Scores(values.log_probs.roll(1, dims=0), values.entropies.roll(1, dims=0), None)
+        for values in original_pipeline(self, jobs)
+    ]
 
 
 def own_norm(stages, max_norm, group):
@@ -62,7 +65,7 @@ MUTATIONS = {
     ),
     "other stages' weights stay old": ("dapo", PolicyReplica, "refresh", lambda self: None),
     "norm of the own stage": ("tight clipping", pipelined_loss, "clip_grad_norm", own_norm),
-    "metrics of another member": ("dapo", pipelined_loss.PipelinedLoss, "_run_pipeline", scores_of_the_first_member),
+    "metrics of other rows": ("dapo", pipelined_loss.PipelinedLoss, "_run_pipeline", scores_of_the_next_rows),
     "controllers act in every micro-step": (
         "adaptive entropy",
         pipelined_loss.PipelinedLoss,

@@ -21,6 +21,9 @@ CLASSES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": Sche
 # Tensors that every stage needs; others go to the last one.
 EVERYWHERE = ("attention_mask", "position_ids")
 
+# In the plain errors of gloo's messages.
+GLOO = "gloo/transport"
+
 Microbatch = Mapping[str, torch.Tensor]
 
 
@@ -228,6 +231,13 @@ class Pipeline:
                         f"The pipeline broke on rank {self.rank} (stages {stages}) when the process of rank(s) "
                         f"{self.channel.dead_ranks} had ended: see what that one says."
                     ) from error
+            if isinstance(error, dist.DistError) or GLOO in str(error):
+                near = sorted({(self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks} - {self.rank})
+                raise RuntimeError(
+                    f"The pipeline broke on rank {self.rank}: a message from or to a neighbouring stage, on rank "
+                    f"{' or '.join(map(str, near))} of the pipeline, did not get through in time. Look at their logs first; "
+                    f"how long ranks wait is the timeout of the process group (`ddp_timeout`). ({error})"
+                ) from error
             raise
 
 
