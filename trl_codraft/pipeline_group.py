@@ -204,7 +204,7 @@ def _open_channel(
 ) -> TapChannel | None:
     """The channel that brings taps to the draft's stage, if a draft learns from them."""
     args, size = trainer.args, trainer.args.pipeline_parallel_size
-    if not args.use_draft or not args.draft_train:
+    if not _draft_learns(args):
         return None
     plan = TapPlan.for_layers(
         trainer.recorder.tap_layers,
@@ -241,6 +241,11 @@ def share_memory(group: dist.ProcessGroup) -> bool:
     return mine is not None and all(theirs == mine for theirs in everyone)
 
 
+def _draft_learns(args: CoDraftGRPOConfig) -> bool:
+    """Whether a draft needs taps in training steps."""
+    return args.use_draft and args.draft_train
+
+
 def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> None:
     """Says what each rank will hold and wait; raises where that is more than a GPU has."""
     args, policy, device = trainer.args, base_policy(trainer.model), trainer.accelerator.device
@@ -256,9 +261,10 @@ def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> No
             num_ranks=size,
             num_microbatches=num_microbatches,
             rows=args.per_device_train_batch_size,
-            columns=args.max_completion_length,
+            # Of a shard, as if every row were cut.
+            columns=-(-args.max_completion_length // args.context_parallel_size),
             schedule=args.pipeline_schedule,
-            tap_layers=trainer.recorder.tap_layers if args.use_draft else (),
+            tap_layers=trainer.recorder.tap_layers if _draft_learns(args) else (),
             gradient_checkpointing=args.gradient_checkpointing,
             draft_bytes=draft_bytes,
             draft_everywhere=True,

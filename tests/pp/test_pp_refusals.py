@@ -9,6 +9,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
 from torch import nn
 
+from trl_codraft import pipeline_group
 from trl_codraft.context_group import require_divisible_world
 from trl_codraft.pipeline_group import hidden_dtype, layers_of_stages, unsupported_in_stages
 from trl_codraft.pp import Shard, StageView
@@ -190,3 +191,34 @@ def test_the_dtype_between_stages_is_that_of_the_residual_stream(dtype):
     policy = tiny_policy().to(dtype)
     assert hidden_dtype(policy, lambda: plain_forward(None, ())) == dtype
     assert hidden_dtype(policy, lambda: torch.autocast("cpu", torch.bfloat16)) == dtype
+
+
+@pytest.mark.parametrize(("context", "columns"), [(1, 10), (4, 3)])
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch):
+    """Columns of a shard, and taps only where a draft learns from them."""
+    planned = {}
+    monkeypatch.setattr(pipeline_group, "plan_memory", lambda *arguments, **sizes: planned.update(sizes))
+    args = SimpleNamespace(
+        pipeline_parallel_size=2,
+        context_parallel_size=context,
+        gradient_accumulation_steps=3,
+        per_device_train_batch_size=2,
+        max_completion_length=10,
+        pipeline_schedule="1F1B",
+        gradient_checkpointing=False,
+        use_draft=True,
+        draft_train=learns,
+    )
+    trainer = SimpleNamespace(
+        args=args,
+        model=tiny_policy(),
+        draft_model=nn.Linear(2, 3, bias=False),
+        recorder=SimpleNamespace(tap_layers=(0, 2)),
+        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
+    )
+    pipeline_group._announce_plan(trainer, LAYERS)
+    assert planned["columns"] == columns
+    assert planned["num_microbatches"] == 3 * 2 * context
+    assert planned["tap_layers"] == ((0, 2) if learns else ())
+    assert planned["draft_bytes"] == 5 * 6 * 4
