@@ -58,7 +58,7 @@ from .rollout.controller import SpeedReport
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.stats import SpeculativeStats
 from .training import DraftTrainer
-from .vllm_rollouts import deferred_engine
+from .vllm_rollouts import DraftVLLMGeneration, deferred_engine, stats_of
 
 
 logger = logging.get_logger(__name__)
@@ -214,7 +214,9 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
     @property
     def _draft_rolls_out(self) -> bool:
         """Whether rollouts use the draft now, in our loop or in vLLM."""
-        return self.draft_model is not None and self._speculation_on and self.draft_trainer is not None
+        elsewhere = self.use_vllm and not isinstance(self.vllm_generation, DraftVLLMGeneration)
+        exists = self.draft_model is not None and self.draft_trainer is not None
+        return exists and self._speculation_on and not elsewhere
 
     def _start_draft(self) -> None:
         """Finishes the draft before the first step: vocabulary, initial weights, optimizer, pretraining or resume."""
@@ -339,7 +341,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
     def _log_rollout(self) -> None:
         """Sums the counters of all ranks, then divides. Tool loops end at different turns on different ranks."""
         if self.use_vllm:
-            self._decoder.stats.add(self.vllm_generation.take_stats())
+            self._decoder.stats.add(stats_of(self.vllm_generation))
         device = self.accelerator.device
         tally = torch.tensor([self._rollout_tokens, self._rollout_seconds], dtype=torch.float64, device=device)
         report = self._decoder.controller.report.as_tensor().to(device)
@@ -359,7 +361,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
 
     def _reset_rollout_tally(self) -> None:
         if self.use_vllm:
-            self.vllm_generation.take_stats()
+            stats_of(self.vllm_generation)
         self._decoder.stats.reset()
         self._decoder.controller.report = SpeedReport()
         self._rollout_tokens, self._rollout_seconds = 0, 0.0

@@ -105,6 +105,14 @@ def engine_arguments(**arguments: Any) -> Iterator[None]:
         vllm_generation.LLM = original
 
 
+def stats_of(generation: VLLMGeneration) -> SpeculativeStats:
+    """
+    What vLLM has counted since the last call. Nothing, if something else was put in the place of a
+    [`DraftVLLMGeneration`] after the trainer was built: it generates without a draft of ours.
+    """
+    return generation.take_stats() if isinstance(generation, DraftVLLMGeneration) else SpeculativeStats()
+
+
 class DraftVLLMGeneration(VLLMGeneration):
     """
     TRL's generation with vLLM, with a draft in the engine.

@@ -161,3 +161,19 @@ def test_slow_refit_of_a_living_server_is_waited_for(transfer):
 
 def test_counters_of_a_server_without_speculation_are_zero():
     assert stats_from_text("vllm:num_requests_running 3.0\n") == SpeculativeStats()
+
+
+def test_generation_put_in_its_place_later_trains_on_without_counters(tmp_path):
+    # As TRL's own tests do, and users who bring a client of their own.
+    def generate(prompts, images, num_generations, profiler):
+        completions = [[9, 12, 10 + number] for number in range(len(prompts))]
+        return prompts, completions, [[[-0.1]] * 3 for _ in completions], None
+
+    trainer = codraft_trainer(tmp_path / "run", max_steps=1)
+    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None, generate=generate)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["rollout/speculation_on"] == 0
+    assert logs["completions/mean_length"] == 3
+    assert logs["draft/loss"] > 0
