@@ -6,6 +6,7 @@ script, and answers with its number and, when it has ended, its exit code and wh
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -59,6 +60,9 @@ def _serve():
     import trl_codraft.trainer
 
     assert all((datasets, peft, torch, trl, trl_codraft))
+    # Every run of a trainer collects garbage: it need not look at what the imports left, nor copy the pages of it.
+    gc.collect()
+    gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         request = json.loads(line)
