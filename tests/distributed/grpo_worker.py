@@ -1,13 +1,13 @@
-"""One rank of `test_grpo_two_processes.py`: runs under torchrun and writes what it saw to `OUT/rank{R}.pt`."""
+"""Ranks of `test_grpo_two_processes.py`: `python grpo_worker.py OUT` trains on two of them and saves what each saw."""
 
 import sys
 from pathlib import Path
 
-import torch
+from forked_ranks import fork_ranks
 from grpo_runs import codraft_trainer, plain_trainer, policy_logs, prompt_dataset, weights
 
 
-def main(out: Path) -> None:
+def see(rank, world_size, out):
     config = {"ddp_timeout": 60, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
     data = {"eval_dataset": prompt_dataset(copies=1).select(range(2))}
     plain = plain_trainer(out / "plain", trainer=data, **config)
@@ -25,7 +25,7 @@ def main(out: Path) -> None:
         out / "drafting", trainer=data, draft_pretrain_steps=1, save_strategy="steps", save_steps=3, **config
     )
     drafting.train()
-    result = {
+    return {
         "world_size": plain.accelerator.num_processes,
         "plain": (weights(plain), policy_logs(plain)),
         "quiet": (weights(quiet), policy_logs(quiet)),
@@ -35,8 +35,8 @@ def main(out: Path) -> None:
         "drafting_files": sorted(path.name for path in (out / "drafting" / "checkpoint-3" / "draft").iterdir()),
         "speculated": drafting._speculation_on,
     }
-    torch.save(result, out / f"rank{plain.accelerator.process_index}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    fork_ranks(see, 2, folder, folder, timeout=None)

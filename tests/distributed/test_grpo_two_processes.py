@@ -1,31 +1,13 @@
-"""DDP over gloo: two processes, the trainer as a user launches it."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""DDP over gloo: two processes with the environment of torchrun, from which the trainer makes all it needs."""
 
 import pytest
 import torch
-
-
-TESTS = Path(__file__).resolve().parents[1]
+from group.forked_ranks import run_script
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ddp")
-    environment = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-    }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(TESTS / "distributed" / "grpo_worker.py"), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_script("grpo_worker.py", tmp_path_factory.mktemp("ddp"), timeout=240, folder="distributed")
 
 
 def test_two_processes_ran(ranks):

@@ -25,9 +25,9 @@ def run_script(script, out, *arguments, timeout, folder="group"):
     return [torch.load(path, weights_only=False) for path in sorted(Path(out).glob("rank*.pt"))]
 
 
-def fork_ranks(target, world_size, out, *arguments):
+def fork_ranks(target, world_size, out, *arguments, timeout=60):
     """Runs `target(rank, world_size, *arguments)` on every rank and saves what it returns. Exits with 1 if one failed."""
-    processes = start_ranks(target, world_size, out, *arguments)
+    processes = start_ranks(target, world_size, out, *arguments, timeout=timeout)
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
@@ -80,7 +80,10 @@ def started_once(tmp_path_factory, lines, script, folder="group"):
 
 
 def start_ranks(target, world_size, out, *arguments, timeout=60):
-    """The processes of [`fork_ranks`], running; a collective gives up after `timeout` seconds."""
+    """
+    The processes of [`fork_ranks`], running; a collective gives up after `timeout` seconds. With `None` a rank has the
+    environment variables of torchrun alone, and what it runs makes the process group.
+    """
     context = multiprocessing.get_context("fork")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -105,7 +108,8 @@ def _run_rank(target, rank, world_size, port, timeout, out, *arguments):
         "ACCELERATE_USE_CPU": "true",
     }
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    if timeout is not None:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         torch.save(target(rank, world_size, *arguments), Path(out) / f"rank{rank}.pt")
     except Exception:

@@ -1,10 +1,12 @@
-"""One rank of the lockstep test: FSDP2-sharded policy, ranks whose rows end at different times."""
+"""
+Ranks of `test_lockstep.py`: `python lockstep_worker.py OUT` shards a policy by FSDP2 over two ranks whose rows end at
+different times.
+"""
 
 import sys
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from forked_ranks import fork_ranks
 from rollout.drafts import ragged_prompts, random_draft
 from tiny import tiny_policy
 from torch.distributed.fsdp import fully_shard
@@ -12,11 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from trl_codraft.rollout.speculative import SpeculativeDecoder
 
 
-def main(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def generate(rank, world_size):
+    """For each call the forwards that this rank ran, and those it counted."""
     policy = tiny_policy("llama", dtype=torch.float64, scale=3.0, num_hidden_layers=2)
     draft = random_draft(policy, scale=1.5)
     ids, mask = ragged_prompts([5, 2, 7][: 2 + rank], seed=rank)
@@ -28,19 +27,16 @@ def main(rank, store):
     for layer in policy.model.layers:
         fully_shard(layer)
     fully_shard(policy)
-    forwards = []
+    forwards, counts = [], []
     policy.register_forward_pre_hook(lambda *args: forwards.append(1))
     for (k, kwargs), plain in zip(calls, expected, strict=True):
         forwards.clear()
         decoder = SpeculativeDecoder(policy, draft, num_draft_tokens=k)
         assert torch.equal(decoder.bind(policy.generate)(ids, **kwargs), plain), (rank, k)
         decoder.close()
-        counts = [None, None]
-        dist.all_gather_object(counts, len(forwards))
-        assert counts[0] == counts[1] == decoder.stats.policy_forwards, counts
-    dist.destroy_process_group()
-    print("rank", rank, "ok")
+        counts.append((len(forwards), decoder.stats.policy_forwards))
+    return counts
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    fork_ranks(generate, 2, sys.argv[1])
