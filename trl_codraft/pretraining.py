@@ -102,9 +102,7 @@ class PolicyRollouts:
         environments = trainer.__dict__.get("_batch_environments")
         try:
             if trainer.environment_factories is not None:
-                trainer._batch_environments = [
-                    row.get("environment") if trainer._multi_environment else None for row in rows
-                ]
+                trainer._batch_environments = self._environments_of(rows)
             prompts = [row.get("prompt", [{"role": "user", "content": ""}]) for row in rows]
             prompt_ids, images, multimodal_fields = trainer._tokenize_prompts(prompts)
             if prompts_only:
@@ -116,6 +114,20 @@ class PolicyRollouts:
                 trainer._batch_environments = environments
             trainer.model.train(was_training)
         return list(zip(prompt_ids, completion_ids, strict=True))
+
+    def _environments_of(self, rows: list[dict]) -> list[str | None]:
+        """The environment of each row. An unknown one is an error here as in the GRPO loop, which comes later."""
+        trainer = self.trainer
+        if not trainer._multi_environment:
+            return [None] * len(rows)
+        names = [row.get("environment") for row in rows]
+        unknown = sorted({str(name) for name in names if name not in trainer.environment_factories})
+        if unknown:
+            raise ValueError(
+                f"Rows of the training set have the `environment` {', '.join(unknown)}, which is not among the environments "
+                f"passed to `environment_factory`: {list(trainer.environment_factories)}. Add it there, or drop the rows."
+            )
+        return names
 
     @contextmanager
     def _tracing(self, prompt_ids: list[list[int]]) -> Iterator[None]:

@@ -7,6 +7,7 @@ import pytest
 from datasets import Features, IterableDataset, Value
 from grpo_runs import codraft_trainer, prompt_dataset
 from tiny import tiny_tokenizer
+from torch import nn
 
 from trl_codraft.pretraining import PolicyRollouts
 
@@ -48,3 +49,16 @@ def test_special_tokens_that_the_policy_has_no_row_for_stay_out_of_the_draft_voc
     )
     trainer.train()
     assert {0, 1, 2} <= set(trainer.draft_model.target_ids.tolist())
+
+
+def test_environments_that_nobody_passed_are_named_before_anything_is_generated():
+    rows = [{"prompt": "x", "environment": name} for name in ("counter", "abacus")]
+    trainer = SimpleNamespace(
+        train_dataset=IterableDataset.from_generator(lambda: iter(rows)),
+        accelerator=SimpleNamespace(process_index=0, num_processes=1),
+        model=nn.Linear(1, 1),
+        environment_factories={"counter": object},
+        _multi_environment=True,
+    )
+    with pytest.raises(ValueError, match=r"`environment` abacus, which is not among the environments.*\['counter'\]"):
+        PolicyRollouts(trainer, seed=0).generate(2)

@@ -96,15 +96,21 @@ class Outcomes:
 
 
 @pytest.fixture(autouse=True)
-def cpu_without_accelerator(monkeypatch):
-    """Without an accelerator: `use_cpu=True`, and fp32 where a test leaves bf16 open (several times faster on a CPU)."""
+def cpu_without_accelerator(request, monkeypatch):
+    """
+    Without an accelerator: `use_cpu=True`, and where a test leaves them open fp32 (several times faster on a CPU) and, with
+    the long vocabulary, one epoch.
+    """
     if torch_device not in (None, "cpu"):
         return
     validate = _BaseConfig.__post_init__
+    one_epoch = request.config.getoption("--trl-vocabulary") == "full"
 
     def validate_on_cpu(self):
         self.use_cpu = True
         self.bf16 = False if self.bf16 is None else self.bf16
+        if one_epoch and self.num_train_epochs == _BaseConfig.num_train_epochs:
+            self.num_train_epochs = 1.0
         validate(self)
 
     monkeypatch.setattr(_BaseConfig, "__post_init__", validate_on_cpu)
