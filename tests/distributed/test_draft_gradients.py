@@ -1,13 +1,9 @@
 """Two gloo processes against one process on the union of their rows."""
 
-import os
-import tempfile
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from cp.groups import run_in_groups
 from modeling.draft_cases import NOTHING_TRAINED, RAGGED, draft_case, microbatch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,29 +59,23 @@ def reduce_over_ranks(flat):
     return flat
 
 
-def run_rank(rank, world_size, folder):
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    try:
-        results = {
-            (case, reduced): train(reduce_over_ranks, [(rank, plans[rank])], reduced)
-            for case, plans in CASES.items()
-            for reduced in (False, True)
-        }
-        plan = CASES["one rank empty"][rank]
-        results["sharded head"] = train(reduce_over_ranks, [(rank, plan)], reduced=True, shard=True)
-        torch.save(results, os.path.join(folder, f"{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+def train_on_rank(group):
+    """Results of this rank, for every case."""
+    rank = dist.get_rank(group)
+    results = {
+        (case, reduced): train(reduce_over_ranks, [(rank, plans[rank])], reduced)
+        for case, plans in CASES.items()
+        for reduced in (False, True)
+    }
+    plan = CASES["one rank empty"][rank]
+    results["sharded head"] = train(reduce_over_ranks, [(rank, plan)], reduced=True, shard=True)
+    return results
 
 
 @pytest.fixture(scope="module")
 def results_of_ranks():
     """Results of both ranks; one pair of processes runs all cases, as starting it costs more than they do."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, args=(2, folder), nprocs=2)
-        return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(2)]
+    return run_in_groups(train_on_rank, ranks={2: [0, 1]}, timeout=60)[2]
 
 
 def assert_equal(actual, expected, tolerance):
