@@ -28,6 +28,7 @@ from .modeling.disk_config import (
     server_default_tap_layers,
 )
 from .modeling.draft_folder import CONFIG_NAME, read_config, read_tensors
+from .modeling.taps import PassThrough
 
 
 NOTE = "note: "
@@ -362,13 +363,15 @@ def _check_policy(
 
 
 def _check_policy_model(tensors: Mapping[str, torch.Tensor], policy: nn.Module) -> Iterator[str]:
-    """A shipped embedding, and the head, against the policy's."""
+    """A shipped embedding, and the head, against the policy's, as far as this rank has them of one in stages."""
     embedding = next((tensors[name] for name in tensors if canonical_name(name) == "embed_tokens.weight"), None)
     if embedding is not None:
         try:
             check_embedding(embedding, policy)
         except ValueError as error:
             yield str(error)
+    if isinstance(policy.get_output_embeddings(), PassThrough):
+        return
     head, own = tensors.get("lm_head.weight"), policy.get_output_embeddings().weight
     if head is None or head.shape != own.shape or isinstance(own, DTensor):
         return

@@ -225,6 +225,8 @@ def run_case(rank, world_size, case):
                 arguments = {name: inputs[number][name] for name in ("input_ids", "attention_mask")}
                 expected = score(whole, {**arguments, "use_cache": False}, inputs[number])
                 result["evaluations"].append(torch.equal(output, expected))
+        if step == 0:
+            result["taps without gradients"] = taps_of_forward(pipeline, channel, whole, recorder, inputs)
         sent = channel.bytes_sent
         losses = pipeline.step(inputs, loss_of(batches, padded))
         taps, expected_losses = whole_step(whole, recorder, batches, padded)
@@ -246,6 +248,20 @@ def run_case(rank, world_size, case):
     result["all_names"] = sorted(whole.state_dict())
     channel.close()
     return result
+
+
+def taps_of_forward(pipeline, channel, whole, recorder, inputs):
+    """Whether the taps of a forward of one microbatch more than a step has are those of one process."""
+    more = [*inputs, {**inputs[0], "input_ids": inputs[0]["input_ids"].flip(0)}]
+    outputs, equal = pipeline.forward(more, with_taps=True), []
+    for number, batch in enumerate(more if pipeline.has_last else ()):
+        arguments = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        with torch.no_grad(), recorder.record() as record:
+            expected = score(whole, {**arguments, "use_cache": False}, batch)
+        pairs = zip(channel.take(number), record.taps, strict=True)
+        equal.append(torch.equal(outputs[number], expected) and all(torch.equal(a, b) for a, b in pairs))
+    assert len(outputs) == len(equal)
+    return equal
 
 
 def without_channel(rank, world_size):

@@ -41,6 +41,7 @@ def require_equality(outcomes, case):
     assert len(last["taps"]) == settings.steps * settings.microbatches * len(settings.taps)
     assert all(last["taps"])
     assert last["evaluations"] == [True] * 2 * settings.steps
+    assert last["taps without gradients"] == [True] * (settings.microbatches + 1)
     assert len(last["losses"]) == settings.steps * settings.microbatches
     assert max(last["losses"]) <= 1e-6
     assert max(result["gradients"] for result in results) <= 1e-6

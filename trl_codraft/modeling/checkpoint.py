@@ -19,6 +19,7 @@ from .configuration_eagle3 import Eagle3DraftConfig
 from .disk_config import config_from_disk, config_to_disk
 from .draft_folder import CONFIG_NAME, read_config, read_tensors, resolve_folder, write_folder
 from .modeling_eagle3 import Eagle3DraftModel
+from .taps import PassThrough
 
 
 VOCAB_MAPS = ("d2t", "t2d")
@@ -247,8 +248,14 @@ def check_config_fits_policy(config: Eagle3DraftConfig, policy_config: Any) -> N
 
 
 def check_embedding(embedding: torch.Tensor, policy: nn.Module) -> None:
-    """Refuses a draft embedding that differs from the policy's by more than the rounding of the stored dtype."""
-    live = policy.get_input_embeddings().weight.detach().to("cpu")
+    """
+    Refuses a draft embedding that differs from the policy's by more than the rounding of the stored dtype. Of a policy in
+    stages, the ranks that have its embedding look.
+    """
+    table = policy.get_input_embeddings()
+    if isinstance(table, PassThrough):
+        return
+    live = table.weight.detach().to("cpu")
     if embedding.shape != live.shape:
         raise ValueError(
             f"The draft's own `embed_tokens` has shape {tuple(embedding.shape)}, the policy's {tuple(live.shape)}."

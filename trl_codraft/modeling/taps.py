@@ -13,6 +13,13 @@ import torch
 from torch import nn
 
 
+class PassThrough(nn.Module):
+    """Stands in a policy where another stage of a pipeline owns a module."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden
+
+
 def decoder_of(policy: nn.Module) -> nn.Module:
     """
     The decoder stack of a causal language model: the module that owns `.layers` and returns `last_hidden_state`.

@@ -16,6 +16,7 @@ from .gloo import GlooTransport
 from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
 from .order import Action, required_slots, schedule_order
+from .part import WholeStream, align_parts, load_part, send_embedding
 from .plan import Tap, TapPlan
 from .planner import PipelineMemory, PlanUnavailable, RankMemory, bubble_share, plan_memory
 from .replica import PolicyReplica
@@ -26,9 +27,11 @@ from .split import (
     PolicyStage,
     balance_layers,
     head_cost_of,
+    keep_stages,
     require_split,
     split_policy,
     sum_tied_gradients,
+    two_layer_copy,
     verify_split,
 )
 from .tap_channel import TapChannel
@@ -56,13 +59,17 @@ __all__ = [
     "TapMismatch",
     "TapPlan",
     "TapTimeout",
+    "WholeStream",
+    "align_parts",
     "average_gradients",
     "balance_layers",
     "bubble_share",
     "clip_grad_norm",
     "has_stage_files",
     "head_cost_of",
+    "keep_stages",
     "load_optimizer",
+    "load_part",
     "load_whole_optimizer",
     "pad_microbatches",
     "plan_memory",
@@ -73,7 +80,9 @@ __all__ = [
     "save_optimizer",
     "save_policy",
     "schedule_order",
+    "send_embedding",
     "split_policy",
     "sum_tied_gradients",
+    "two_layer_copy",
     "verify_split",
 ]

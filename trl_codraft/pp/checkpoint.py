@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from .split import PolicyStage
 
@@ -52,17 +53,22 @@ def save_policy(
     """
     _meet(group, "save_policy", timeout)
     own = {stage.index: dict(stage.named_own_parameters()) for stage in stages}
-    sizes = {index: {name: value.nbytes for name, value in tensors.items()} for index, tensors in own.items()}
-    by_rank: list[dict[int, dict[str, int]]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(by_rank, sizes, group)
     policy, num_stages = stages[0].policy, stages[0].num_stages
-    by_stage = {index: names for part in by_rank for index, names in part.items()}
-    _require_plain_policy(policy, [name for index in sorted(by_stage) for name in by_stage[index]])
+    names: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(names, [name for tensors in own.values() for name in tensors], group)
+    _require_plain_policy(policy, [name for part in names for name in part])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    sizes: dict[int, dict[str, int]] = {}
     for index, tensors in own.items():
-        contents = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        # Names and shapes on disk, where those in memory are others, as with experts that are one tensor here.
+        on_disk = revert_weight_conversion(policy, {name: value.detach() for name, value in tensors.items()})
+        contents = {name: value.cpu().contiguous() for name, value in on_disk.items()}
+        sizes[index] = {name: value.nbytes for name, value in contents.items()}
         save_file(contents, folder / MODEL_FILES.format(index + 1, num_stages), metadata={"format": "pt"})
+    by_rank: list[dict[int, dict[str, int]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(by_rank, sizes, group)
+    by_stage = {index: names for part in by_rank for index, names in part.items()}
     _meet(group, "save_policy", timeout)
     if dist.get_rank(group) == 0:
         files = {name: MODEL_FILES.format(index + 1, num_stages) for index in by_stage for name in by_stage[index]}

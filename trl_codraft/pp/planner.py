@@ -122,12 +122,14 @@ def plan_memory(
     draft_everywhere: bool = False,
     replica: bool = True,
     views: bool = False,
+    parts: Sequence[tuple[int, int]] | None = None,
     memory: int | None = None,
 ) -> PipelineMemory:
     """
     Args:
         policy ([`~transformers.PreTrainedModel`]):
-            Whole, on any device (`meta` too); what is trained requires gradients.
+            Whole, on any device (`meta` too); what is trained requires gradients. With `parts` only its class, config and
+            dtype matter.
         layers_per_stage (`Sequence[int]`), num_ranks (`int`), schedule (`str`):
             As in [`split_policy`] and [`Pipeline`].
         num_microbatches (`int`), rows (`int`), columns (`int`):
@@ -146,6 +148,8 @@ def plan_memory(
             Whether every rank holds the whole policy for rollouts.
         views (`bool`, *optional*, defaults to `False`):
             Whether the stages are views of it ([`StageView`]): it then holds their weights.
+        parts (`Sequence[tuple[int, int]]`, *optional*):
+            By rank, the bytes of its weights and of those it trains, where no rank has the whole policy.
         memory (`int`, *optional*):
             Bytes that a rank has.
 
@@ -159,8 +163,10 @@ def plan_memory(
     """
     num_stages = len(layers_per_stage)
     order = schedule_order(schedule, num_ranks, num_stages, num_microbatches)
-    weights = _stage_weights(policy, layers_per_stage, trained=False)
-    trained = _stage_weights(policy, layers_per_stage, trained=True)
+    if parts is None:
+        weights, trained = (_rank_weights(policy, layers_per_stage, num_ranks, trained=only) for only in (False, True))
+    else:
+        weights, trained = zip(*parts, strict=True)
     hidden = rows * columns * policy.config.hidden_size * policy.dtype.itemsize
     kept, extra = _kept_per_stage(policy, layers_per_stage, rows, columns, gradient_checkpointing)
     taps = [0] * num_ranks
@@ -172,18 +178,17 @@ def plan_memory(
     ranks = []
     for rank in range(num_ranks):
         stages = range(rank, num_stages, num_ranks)
-        own = sum(weights[stage] for stage in stages)
         # Buffers of torch for a whole step: what a stage receives of forwards and of backwards.
         travelling = sum((stage > 0) + (stage < num_stages - 1) for stage in stages) * num_microbatches * hidden
         ranks.append(
             RankMemory(
-                weights=own,
-                gradients=sum(trained[stage] for stage in stages),
-                optimizer=states_per_parameter * sum(trained[stage] for stage in stages),
+                weights=weights[rank],
+                gradients=trained[rank],
+                optimizer=states_per_parameter * trained[rank],
                 activations=_peak(order, rank, kept) + max(extra[stage] for stage in stages) + travelling,
                 taps=taps[rank],
                 draft=draft_bytes if draft_everywhere or rank == (num_stages - 1) % num_ranks else 0,
-                replica=whole - (own if views else 0) if replica else 0,
+                replica=whole - (weights[rank] if views else 0) if replica else 0,
             )
         )
     result = PipelineMemory(tuple(ranks), bubble_share(num_ranks, num_microbatches, num_stages // num_ranks))
@@ -204,8 +209,8 @@ def _require_room(plan: PipelineMemory, memory: int) -> None:
         )
 
 
-def _stage_weights(policy: nn.Module, layers_per_stage: Sequence[int], trained: bool) -> list[int]:
-    """Bytes of the parameters of each stage, or of those that are trained; a tied embedding on the first and the last."""
+def _rank_weights(policy: nn.Module, layers_per_stage: Sequence[int], num_ranks: int, trained: bool) -> list[int]:
+    """Bytes of the parameters of each rank, or of those that are trained; a tied embedding on the first and the last."""
     decoder = decoder_of(policy)
     embedding = policy.get_input_embeddings().weight
 
@@ -222,7 +227,7 @@ def _stage_weights(policy: nn.Module, layers_per_stage: Sequence[int], trained: 
     stages[-1] += others
     if policy.config.tie_word_embeddings and len(stages) > 1:
         stages[-1] += bytes_of([embedding])
-    return stages
+    return [sum(stages[rank::num_ranks]) for rank in range(num_ranks)]
 
 
 def _kept_per_stage(

@@ -138,24 +138,45 @@ class Pipeline:
         return [value.detach() for value in losses]
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+    def forward(
+        self,
+        microbatches: Sequence[Microbatch],
+        tap_shapes: Sequence[tuple[int, int]] | None = None,
+        *,
+        with_taps: bool = False,
+    ) -> list[torch.Tensor]:
         """
-        Forward of all microbatches, without gradients and without taps. Collective in the group.
+        Forward of all microbatches, without gradients. Collective in the group.
 
         Args:
             microbatches (`Sequence[Microbatch]`):
-                As in [`~Pipeline.step`]. There may be fewer than stages.
+                As in [`~Pipeline.step`]. There may be any number.
+            tap_shapes (`Sequence[tuple[int, int]]`, *optional*):
+                As in [`~Pipeline.step`].
+            with_taps (`bool`, *optional*, defaults to `False`):
+                Whether the channel, if there is one, carries the taps, to be taken on the last rank afterwards.
 
         Returns:
             `list[torch.Tensor]`: the outputs of the last stage by microbatch; empty on ranks without it.
         """
+        channel = self.channel if with_taps else None
         with self._poisoning():
-            inputs, named = self._arrange(microbatches)
+            # The interleaved schedule wants as many microbatches for each rank.
+            missing = -len(microbatches) % self.num_ranks if self.schedule == "Interleaved1F1B" else 0
+            padded = [*microbatches, *[microbatches[-1]] * missing]
+            inputs, named = self._arrange(padded)
             shape = tuple(microbatches[0]["input_ids"].shape)
-            prepared = self._prepare(len(microbatches), shape, training=False)
+            prepared = self._prepare(len(padded), shape, training=False)
+            if channel is not None:
+                shapes = [shape] * len(microbatches) if tap_shapes is None else list(tap_shapes)
+                channel.begin_step([*shapes, *[shapes[-1]] * missing])
             outputs = prepared.schedule.step(*inputs, **named)
+            if channel is not None:
+                channel.end_step()
+                for number in range(len(microbatches), len(padded)) if self.has_last else ():
+                    channel.take(number)
             prepared.clear()
-        return list(outputs.chunk(len(microbatches))) if self.has_last else []
+        return list(outputs.chunk(len(padded)))[: len(microbatches)] if self.has_last else []
 
     def _prepare(self, num_microbatches: int, shape: tuple[int, int], training: bool) -> "_Prepared":
         """What torch needs for a shape, kept for those used last."""

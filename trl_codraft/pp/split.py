@@ -14,20 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..modeling.taps import decoder_of
+from ..modeling.taps import PassThrough, decoder_of
 
 
 # Of the self-test: rows of different lengths, padded on the left; a vocabulary and a window that are cheap.
 TEST_LENGTHS, TEST_VOCABULARY, TEST_WINDOW = (12, 7), 64, 4
 # Largest difference that the order of floating-point operations may make, in units of the dtype's precision.
 TEST_TOLERANCE = 100
-
-
-class PassThrough(nn.Module):
-    """Stands where another stage owns a module."""
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden
 
 
 class PolicyStage(nn.Module):
@@ -137,19 +130,54 @@ def split_policy(
     Raises:
         ValueError: if the layers do not add up, or the model cannot be split.
     """
+    keep_stages(policy, layers_per_stage, (stage,))
+    return PolicyStage(policy, stage, len(layers_per_stage), score)
+
+
+def keep_stages(
+    policy: nn.Module, layers_per_stage: Sequence[int], stages: Sequence[int], *, embedding: bool = False
+) -> list[str]:
+    """
+    Drops from a policy, in place, what none of some stages owns. Its memory is free once nothing else refers to it.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]), layers_per_stage (`Sequence[int]`):
+            As in [`split_policy`].
+        stages (`Sequence[int]`):
+            Those that stay.
+        embedding (`bool`, *optional*, defaults to `False`):
+            Whether the last stage keeps a frozen copy of the input embedding even if it is not tied to the head: a draft
+            that is trained there reads it.
+
+    Returns:
+        `list[str]`: paths of the modules that were dropped.
+
+    Raises:
+        ValueError: if the layers do not add up, or the model cannot be split.
+    """
     require_split(policy, layers_per_stage)
-    decoder = decoder_of(policy)
-    num_layers, last = len(decoder.layers), len(layers_per_stage) - 1
-    start = sum(layers_per_stage[:stage])
-    for index in range(num_layers):
-        if not start <= index < start + layers_per_stage[stage]:
+    decoder, last = decoder_of(policy), len(layers_per_stage) - 1
+    paths = {module: path for path, module in policy.named_modules()}
+    owners = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+    layers, head, table = list(decoder.layers), policy.get_output_embeddings(), decoder.embed_tokens
+    dropped: list[nn.Module] = []
+    for index, layer in enumerate(layers):
+        if owners[index] not in stages:
             decoder.layers[index] = PassThrough()
-    if stage != 0 and not (stage == last and policy.config.tie_word_embeddings):
+            dropped.append(layer)
+    if 0 not in stages and not (last in stages and (embedding or policy.config.tie_word_embeddings)):
         decoder.embed_tokens = PassThrough()
-    if stage != last:
+        dropped.append(table)
+    elif 0 not in stages and not policy.config.tie_word_embeddings:
+        table.requires_grad_(False)
+    if last not in stages:
+        dropped += [decoder.norm, head]
         decoder.norm = PassThrough()
         policy.set_output_embeddings(PassThrough())
-    return PolicyStage(policy, stage, last + 1, score)
+    if {head, table} & set(dropped):
+        # Of two tied modules one is gone: loading must not look for the other.
+        policy.all_tied_weights_keys = {}
+    return [paths[module] for module in dropped]
 
 
 def require_split(policy: nn.Module, layers_per_stage: Sequence[int]) -> None:
@@ -204,12 +232,10 @@ def verify_split(policy: nn.Module) -> None:
         ValueError: if the split model computes something else.
     """
     require_known_parts(policy)
-    config = two_layer_config(policy.config)
-    device, dtype = policy.device, policy.dtype
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        whole = type(policy)._from_config(config, dtype=dtype).to(device).eval()
-        ids = torch.randint(3, TEST_VOCABULARY, (len(TEST_LENGTHS), max(TEST_LENGTHS)), device=device)
+    whole = two_layer_copy(policy).eval()
+    device, dtype = whole.device, whole.dtype
+    numbers = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, TEST_VOCABULARY, (len(TEST_LENGTHS), max(TEST_LENGTHS)), generator=numbers).to(device)
     lengths = torch.tensor(TEST_LENGTHS, device=device)
     mask = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
     expected = whole(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -226,6 +252,21 @@ def verify_split(policy: nn.Module) -> None:
             f"stages differ from those of the whole model by up to {difference:.3g}. Its forward does more than pass "
             "hidden states from layer to layer, such as scaling embeddings. Set `pipeline_parallel_size=1`."
         )
+
+
+def two_layer_copy(policy: nn.Module) -> nn.Module:
+    """
+    A policy of the same class, device and dtype with two layers, a small vocabulary and weights of its own: for tests of
+    what the class computes.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy, or a part of it.
+    """
+    device = policy.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return type(policy)._from_config(two_layer_config(policy.config), dtype=policy.dtype).to(device)
 
 
 def two_layer_config(config: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..modeling.taps import decoder_of
-from .split import PassThrough, PolicyStage, require_split
+from ..modeling.taps import PassThrough, decoder_of
+from .split import PolicyStage, require_split
 
 
 class Shard(NamedTuple):

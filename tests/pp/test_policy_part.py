@@ -1,0 +1,134 @@
+"""A rank's part of a policy, loaded from a checkpoint without the rest, against the whole policy."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_policy
+from torch import nn
+from transformers import core_model_loading
+
+from trl_codraft.pp import PolicyStage, keep_stages, load_part
+
+
+LAYERS = (1, 2, 1)
+# Tied with norms of its own kind, one matrix for several, experts that are one tensor in memory; and others.
+FAMILIES = ["gemma3_text", "phi3", "mixtral"]
+OTHERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "smollm3", "olmo2", "qwen3_moe"]
+
+
+def part_of(policy, folder, stages, embedding=False, **kwargs):
+    def keep(whole):
+        return keep_stages(whole, LAYERS, stages, embedding=embedding)
+
+    return load_part(type(policy), str(folder), keep, **kwargs)
+
+
+@pytest.fixture(params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def saved(request, tmp_path):
+    policy = tiny_policy(request.param)
+    policy.save_pretrained(tmp_path)
+    return policy.eval(), tmp_path
+
+
+def test_parts_have_the_weights_of_the_checkpoint_and_compute_what_the_whole_does(saved):
+    policy, folder = saved
+    weights, buffers = dict(policy.named_parameters()), dict(policy.named_buffers())
+    hidden = ids = torch.arange(3, 15).view(1, -1)
+    seen = set()
+    for stage in range(len(LAYERS)):
+        part = part_of(policy, folder, (stage,)).eval()
+        assert type(part) is type(policy)
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter, weights[name]), name
+            seen.add(name)
+        for name, buffer in part.named_buffers():
+            assert torch.equal(buffer, buffers[name]), name
+        hidden = PolicyStage(part, stage, len(LAYERS))(hidden)
+    assert seen == weights.keys()
+    torch.testing.assert_close(hidden, policy(ids).logits)
+
+
+def test_a_part_is_the_stages_that_were_asked_for_and_no_more(tmp_path):
+    policy = tiny_policy("llama", tie_word_embeddings=False)
+    policy.save_pretrained(tmp_path)
+
+    def modules(stages, **settings):
+        names = {
+            name.rpartition(".")[0] for name, _ in part_of(policy, tmp_path, stages, **settings).named_parameters()
+        }
+        return {".".join(name.split(".")[:3]) for name in names}
+
+    assert modules((0,)) == {"model.embed_tokens", "model.layers.0"}
+    assert modules((1,)) == {"model.layers.1", "model.layers.2"}
+    assert modules((2,)) == {"model.layers.3", "model.norm", "lm_head"}
+    assert modules((0, 2)) == modules((0,)) | modules((2,))
+    assert modules((2,), embedding=True) == modules((2,)) | {"model.embed_tokens"}
+    last = part_of(policy, tmp_path, (2,), embedding=True)
+    assert not last.model.embed_tokens.weight.requires_grad
+    assert last.lm_head.weight.requires_grad
+
+
+def test_a_tied_embedding_is_on_the_first_and_the_last_part(tmp_path):
+    policy = tiny_policy("llama", tie_word_embeddings=True)
+    policy.save_pretrained(tmp_path)
+    first, middle, last = (part_of(policy, tmp_path, (stage,)) for stage in range(3))
+    assert torch.equal(first.model.embed_tokens.weight, last.lm_head.weight)
+    assert last.lm_head.weight is last.model.embed_tokens.weight
+    assert last.lm_head.weight.requires_grad
+    assert not any("embed" in name for name, _ in middle.named_parameters())
+
+
+def test_what_other_stages_own_is_not_read(tmp_path, monkeypatch):
+    policy = tiny_policy("llama", tie_word_embeddings=False)
+    policy.save_pretrained(tmp_path)
+    loaded = []
+    materialize = core_model_loading.convert_and_load_state_dict_in_model
+
+    def watch(model, state_dict, *args, **kwargs):
+        slices = {name: Watched(name, values, loaded) for name, values in state_dict.items()}
+        return materialize(model, slices, *args, **kwargs)
+
+    monkeypatch.setattr("transformers.modeling_utils.convert_and_load_state_dict_in_model", watch)
+    own = {name for name, _ in part_of(policy, tmp_path, (1,)).named_parameters()}
+    assert set(loaded) == own
+
+
+class Watched:
+    """A slice of a checkpoint's file that notes when its values are read."""
+
+    def __init__(self, name, values, loaded):
+        self.name, self.values, self.loaded = name, values, loaded
+
+    def __getitem__(self, index):
+        self.loaded.append(self.name)
+        return self.values[index]
+
+    def __getattr__(self, name):
+        return getattr(self.values, name)
+
+
+def test_tensors_that_are_missing_or_unknown_are_reported_as_ever(tmp_path, caplog):
+    policy = tiny_policy("llama", tie_word_embeddings=False)
+    policy.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.strange.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("WARNING"):
+        part_of(policy, tmp_path, (0,))
+    assert "strange" not in caplog.text
+    assert "layers.3" not in caplog.text
+    with caplog.at_level("WARNING"):
+        part_of(policy, tmp_path, (1,))
+    assert "strange" in caplog.text
+    assert "up_proj" in caplog.text
+
+
+def test_an_object_is_cut_down_in_place():
+    policy = tiny_policy("llama", tie_word_embeddings=False)
+    head = policy.lm_head
+    dropped = keep_stages(policy, LAYERS, (0, 1))
+    assert dropped == ["model.layers.3", "model.norm", "lm_head"]
+    assert policy.lm_head is not head
+    assert len(policy.model.layers) == 4
+    assert not list(policy.model.layers[3].parameters())
+    assert isinstance(policy.model.embed_tokens, nn.Embedding)

@@ -1,0 +1,160 @@
+"""
+A rank's part of a policy that is nowhere whole: read from a checkpoint without the rest, streamed to one rank parameter by
+parameter, and kept in step where two ranks hold the same tensor.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def load_part(
+    architecture: type[PreTrainedModel], path: str, keep: Callable[[PreTrainedModel], list[str]], **kwargs: Any
+) -> PreTrainedModel:
+    """
+    Loads a part of a policy. What is dropped is never allocated, nor read from the checkpoint.
+
+    Args:
+        architecture (`type[PreTrainedModel]`):
+            The policy's class.
+        path (`str`):
+            A folder or Hub id.
+        keep (`Callable`):
+            Given the policy before its weights are there, drops what is not wanted, as [`keep_stages`] does, and returns
+            the paths of the modules that it dropped.
+        kwargs (*optional*):
+            Of `from_pretrained`.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: of the class `architecture`.
+    """
+
+    frozen: set[str] = set()
+
+    class Part(architecture):
+        def __init__(self, config, *args, **others):
+            super().__init__(config, *args, **others)
+            dropped = {rf"^{re.escape(name)}\." for name in keep(self)}
+            frozen.update(name for name, parameter in self.named_parameters() if not parameter.requires_grad)
+            self._keys_to_ignore_on_load_unexpected = set(self._keys_to_ignore_on_load_unexpected or ()) | dropped
+
+    Part.__name__, Part.__qualname__, Part.__module__ = (
+        architecture.__name__,
+        architecture.__qualname__,
+        architecture.__module__,
+    )
+    policy = Part.from_pretrained(path, **kwargs)
+    policy.__class__ = architecture
+    for name in frozen:  # loading has made parameters anew
+        policy.get_parameter(name).requires_grad_(False)
+    return policy
+
+
+@torch.no_grad()
+def align_parts(
+    policy: nn.Module, pipeline: dist.ProcessGroup, holders: dist.ProcessGroup, *, embedding: bool = False
+) -> None:
+    """
+    Makes the weights of ranks that hold the same stages equal: those of the first one count. Collective in both groups.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            This rank's part.
+        pipeline (`ProcessGroup`), holders (`ProcessGroup`):
+            The ranks of this pipeline, in order, and those of the run that hold the same part.
+        embedding (`bool`, *optional*, defaults to `False`):
+            Whether the last stage has a copy of the input embedding; it becomes that of the first stage.
+    """
+    for tensor in [*policy.parameters(), *policy.buffers()]:
+        dist.broadcast(tensor.data, group=holders, group_src=0)
+    if embedding:
+        send_embedding(policy, pipeline)
+
+
+@torch.no_grad()
+def send_embedding(policy: nn.Module, group: dist.ProcessGroup) -> None:
+    """
+    Brings the copy of the input embedding on the last stage up to date. Called by all ranks of a pipeline; `V * H` values
+    travel.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            This rank's part.
+        group (`ProcessGroup`):
+            The ranks of the pipeline, between steps.
+    """
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    if rank not in (0, last) or last == 0:
+        return
+    weight = policy.get_input_embeddings().weight.data
+    if rank == 0:
+        dist.send(weight, group=group, group_dst=last)
+    else:
+        dist.recv(weight, group=group, group_src=0)
+
+
+class TensorInfo(NamedTuple):
+    """What a rank has to know of a tensor that it will receive."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WholeStream:
+    """
+    The tensors of a whole policy on the first rank of a pipeline, one at a time, where each rank has a part of them.
+
+    Args:
+        own (`Iterable[tuple[str, torch.Tensor]]`):
+            Names and tensors of this rank, in the order in which it will pass them to [`~WholeStream.stream`]. What an
+            earlier rank has by the same name is left out.
+        group (`ProcessGroup`):
+            The ranks of the pipeline, which all make one: collective.
+        device (`torch.device`):
+            Where tensors arrive.
+
+    Attributes:
+        tensors (`list[TensorInfo]`): of the whole policy, in the order in which they come.
+    """
+
+    def __init__(self, own: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device):
+        self.group, self.rank, self.device = group, dist.get_rank(group), device
+        everyone: list[list[TensorInfo]] = [[] for _ in range(dist.get_world_size(group))]
+        infos = [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own]
+        dist.all_gather_object(everyone, infos, group)
+        seen: set[str] = set()
+        self._of_rank: list[list[TensorInfo]] = []
+        for theirs in everyone:
+            self._of_rank.append([info for info in theirs if info.name not in seen])
+            seen |= {info.name for info in theirs}
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        return [info for infos in self._of_rank for info in infos]
+
+    @torch.no_grad()
+    def stream(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        Sends this rank's tensors, or on the first rank yields its own and then those of the others as they come, each in
+        memory of its own. Every rank of the group has to iterate to the end.
+        """
+        due = {info.name for info in self._of_rank[self.rank]}
+        for name, tensor in own:
+            if name not in due:
+                continue
+            if self.rank == 0:
+                yield name, tensor
+            else:
+                dist.send(tensor.contiguous(), group=self.group, group_dst=0)
+        if self.rank == 0:
+            for rank, infos in enumerate(self._of_rank[1:], start=1):
+                for info in infos:
+                    tensor = torch.empty(info.shape, dtype=info.dtype, device=self.device)
+                    dist.recv(tensor, group=self.group, group_src=rank)
+                    yield info.name, tensor
