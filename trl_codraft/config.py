@@ -111,6 +111,10 @@ class CoDraftGRPOConfig(GRPOConfig):
         layers_per_stage (`list[int]`, *optional*):
             Decoder layers of each stage, as many numbers as ranks in a pipeline, or with `"Interleaved1F1B"` a multiple.
             If `None`, balanced with the policy's head counted.
+        pipeline_replica (`bool`, *optional*):
+            Whether every rank holds the whole policy, which rolls out, scores and evaluates. `False`: a rank loads and holds
+            its own stages alone, scores and evaluates in the pipeline, and needs rollouts from elsewhere (a vLLM server or
+            a `rollout_func`). If `None`, `False` with a vLLM server and `True` otherwise.
         tap_channel_slots (`int`, *optional*):
             Landing slots per lane of the tap channel. If `None`, the smallest safe number plus one.
     """
@@ -213,6 +217,10 @@ class CoDraftGRPOConfig(GRPOConfig):
     )
     layers_per_stage: list[int] | None = field(
         default=None, metadata={"help": "Decoder layers of each pipeline stage. If None, balanced."}
+    )
+    pipeline_replica: bool | None = field(
+        default=None,
+        metadata={"help": "Whether every rank holds the whole policy. None: not if a vLLM server generates."},
     )
     tap_channel_slots: int | None = field(
         default=None, metadata={"help": "Landing slots per lane of the tap channel. If None, one more than needed."}
@@ -348,12 +356,21 @@ class CoDraftGRPOConfig(GRPOConfig):
                 sp_size=given.sp_size,
             )
 
+    @property
+    def holds_whole_policy(self) -> bool:
+        """Whether every rank holds the whole policy: see `pipeline_replica`."""
+        if self.pipeline_parallel_size == 1:
+            return True
+        if self.pipeline_replica is None:
+            return not (self.use_vllm and self.vllm_mode == "server")
+        return self.pipeline_replica
+
     def _validate_pipeline(self) -> None:
         size, layers = self.pipeline_parallel_size, self.layers_per_stage
         if self.pipeline_schedule not in SCHEDULES:
             raise ValueError(f"`pipeline_schedule` must be one of {SCHEDULES}, got {self.pipeline_schedule!r}.")
         if size == 1:
-            for name in ("layers_per_stage", "tap_channel_slots"):
+            for name in ("layers_per_stage", "tap_channel_slots", "pipeline_replica"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` is set with `pipeline_parallel_size=1`. Drop it, or set that too.")
             return

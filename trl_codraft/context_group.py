@@ -26,6 +26,7 @@ from .cp.sharding import ContextSharding
 from .group import new_loss_group, require_same, warn_if_groups_cross_nodes
 from .grouped_loss import TRAVELLING_TENSORS
 from .modeling.losses import draft_loss
+from .pp import two_layer_copy
 from .rollout.support import dropout_reason
 
 
@@ -124,11 +125,12 @@ def require_shards(trainer: "CoDraftGRPOTrainer") -> None:
     if reason is not None:
         raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {reason}")
     require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
-    # One rank looks: under FSDP2 the others may not have the weights yet.
+    # One rank looks: under FSDP2 the others may not have the weights yet. Of a policy in parts it has no more than one.
     verdict, failure = [None], None
     if accelerator.is_main_process:
+        policy = base_policy(trainer.model)
         try:
-            verdict = [disagreement_with_plain(base_policy(trainer.model))]
+            verdict = [disagreement_with_plain(policy if args.holds_whole_policy else two_layer_copy(policy))]
         except Exception as error:  # of the policy's own code: any. The other ranks wait for the verdict
             verdict, failure = [f"a short forward of the policy raised {type(error).__name__}: {error}"], error
     broadcast_object_list(verdict)

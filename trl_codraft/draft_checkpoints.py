@@ -74,7 +74,7 @@ class DraftCheckpoints(Trainer):
         """
         Pushes the draft, with a model card, to a repository of its own: servers take a repository, not a subfolder.
         With an `eval_dataset`, the card reports the accept length on its first prompts at the rollout temperature
-        (not with environments, FSDP, or a policy that cannot speculate here).
+        (not with environments, FSDP, a policy that no rank has whole, or one that cannot speculate here).
 
         Args:
             repo_id (`str`):
@@ -119,6 +119,7 @@ class DraftCheckpoints(Trainer):
         return (
             has_prompts
             and not self.is_fsdp_enabled
+            and self.args.holds_whole_policy
             and unsupported_reason(base_policy(self.model), training=False) is None
         )
 

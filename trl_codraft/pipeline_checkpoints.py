@@ -1,23 +1,31 @@
 """
-The optimizer's state in checkpoints of a pipeline: a file per stage, by parameter name, so that a run resumes under
-another number of stages, or without. The policy itself is whole on every rank and is saved as always.
+Checkpoints of a pipeline. The optimizer's state is in a file per stage, by parameter name, so that a run resumes under
+another number of stages, or without. A policy that is whole on every rank is saved as always; one that no rank has whole is
+written and read by stages, into the same files.
 """
 
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import is_peft_model
+from safetensors.torch import save_file
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .compatibility import base_policy
+from .group import attributes_set
 from .pipelined_loss import Pipelining
 from .pp import (
     PolicyStage,
+    WholeStream,
     has_stage_files,
     load_optimizer,
+    load_part,
     load_whole_optimizer,
     remove_stage_files,
     save_optimizer,
+    save_policy,
 )
 
 
@@ -31,6 +39,64 @@ class PipelineCheckpoints(Trainer):
     """
 
     pipelining: Pipelining | None
+
+    @property
+    def _in_parts(self) -> bool:
+        return self.pipelining is not None and self.pipelining.parts is not None
+
+    # The policy
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self._in_parts:
+            super()._save(output_dir, state_dict)
+            return
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        if is_peft_model(self.model):
+            super()._save(output_dir)
+            self._save_adapters(Path(output_dir))
+            return
+        if self.pipelining.saves:
+            timeout = float(self.args.ddp_timeout)
+            save_policy(self.pipelining.stages, output_dir, self.pipelining.host_group, timeout=timeout)
+        # What else lies beside the policy.
+        with attributes_set(self.model, save_pretrained=lambda *args, **kwargs: None):
+            super()._save(output_dir)
+
+    def _save_adapters(self, folder: Path) -> None:
+        """Those of all stages, in the place of what PEFT has written of this one's."""
+        if not self.pipelining.saves:
+            return
+        from peft import get_peft_model_state_dict
+        from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+        for adapter in self.model.peft_config:
+            own = get_peft_model_state_dict(self.model, adapter_name=adapter)
+            own = [(name, tensor.cpu().contiguous()) for name, tensor in own.items()]
+            whole = dict(WholeStream(own, self.pipelining.host_group, torch.device("cpu")).stream(own))
+            if self.args.should_save:
+                place = folder if adapter == "default" else folder / adapter
+                save_file(whole, place / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if not self._in_parts or is_peft_model(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        policy = base_policy(self.model)
+        dtypes = {parameter.dtype for parameter in policy.parameters()}
+        # Of several, one that all of them fit into.
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        saved = load_part(type(policy), resume_from_checkpoint, self.pipelining.parts.cut, dtype=dtype)
+        with torch.no_grad():
+            for own, theirs in zip(policy.parameters(), saved.parameters(), strict=True):
+                own.copy_(theirs)
+
+    def _load_best_model(self) -> None:
+        if self._in_parts and not is_peft_model(self.model):
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    # The optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # An earlier run into the same folder may have left the other kind of files, which a resume would read.
@@ -68,12 +134,22 @@ class PipelineCheckpoints(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True))
 
     def _names_in_whole_optimizer(self) -> list[list[str]]:
-        """Parameters by group, in the order in which [`~transformers.Trainer`] hands them to a whole policy's optimizer."""
-        decayed = self.get_decay_parameter_names(self.model)
-        trained = self.pipelining.replica.trained_names
-        names = {parameter: name for name, parameter in base_policy(self.model).named_parameters()}
-        groups: list[list[str]] = [[], []]
-        for name, parameter in self.model.named_parameters():
-            if names[parameter] in trained:
-                groups[name not in decayed].append(names[parameter])
-        return groups
+        """
+        Parameters by group, in the order in which [`~transformers.Trainer`] hands them to a whole policy's optimizer.
+        Collective in the pipeline.
+        """
+        decayed = set(self.get_decay_parameter_names(self.model))
+        wrapped = {parameter: name for name, parameter in self.model.named_parameters()}
+        own = {
+            stage.index: [
+                (name, wrapped[parameter] in decayed)
+                for name, parameter in stage.named_own_parameters()
+                if parameter.requires_grad
+            ]
+            for stage in self.pipelining.stages
+        }
+        by_rank = [own] * dist.get_world_size(self.pipelining.host_group)
+        dist.all_gather_object(by_rank, own, self.pipelining.host_group)
+        by_stage = {index: names for part in by_rank for index, names in part.items()}
+        in_order = [pair for index in sorted(by_stage) for pair in by_stage[index]]
+        return [[name for name, is_decayed in in_order if is_decayed == wanted] for wanted in (True, False)]

@@ -27,8 +27,9 @@ from .cp.sharding import ContextSharding
 from .group import LossGroup, new_loss_group, require_same
 from .grouped_loss import TRAVELLING_TENSORS
 from .modeling.taps import decoder_of
+from .pipeline_part import PolicyParts, layers_of_stages, place_in_pipeline
 from .pipeline_rows import ShardedRows, WholeRows
-from .pipelined_loss import Pipelining
+from .pipelined_loss import Pipelining, StagedModel
 from .pp import (
     GlooTransport,
     Pipeline,
@@ -38,11 +39,9 @@ from .pp import (
     StageView,
     TapChannel,
     TapPlan,
-    balance_layers,
+    align_parts,
     bubble_share,
-    head_cost_of,
     plan_memory,
-    require_split,
     verify_split,
 )
 
@@ -54,14 +53,12 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 INSTEAD = "Set `pipeline_parallel_size=1`."
-# Stages of a rank under the interleaved schedule, where `layers_per_stage` does not say.
-INTERLEAVED_STAGES = 2
-
 # What the ranks of a pipeline must have in common, besides the schedule of `grouped_loss.py`.
 SETTINGS = (
     "pipeline_parallel_size",
     "pipeline_schedule",
     "layers_per_stage",
+    "pipeline_replica",
     "tap_channel_slots",
     "use_draft",
     "draft_train",
@@ -78,13 +75,15 @@ SETTINGS = (
 )
 
 
-def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
+def join_pipeline_group(trainer: "CoDraftGRPOTrainer", parts: PolicyParts | None) -> None:
     """
     Splits the layers of a trainer's policy over groups of `pipeline_parallel_size` ranks from now on. Collective.
 
     Args:
         trainer ([`CoDraftGRPOTrainer`]):
             The trainer, at the end of its construction.
+        parts ([`~pipeline_part.PolicyParts`] or `None`):
+            What cut its policy down to this rank's stages; `None` if it is whole.
 
     Raises:
         ValueError: on all ranks, if the policy or the settings do not allow it; the message says what to set.
@@ -95,41 +94,95 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer") -> None:
         raise ValueError(f"`pipeline_parallel_size={args.pipeline_parallel_size}` is not possible: {reason}")
     require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
     verify_split(policy)
-    rotary = rotary_by_length(policy)
+    rotary_by_length(policy)
     if args.context_parallel_size > 1:
         require_shards(trainer)
-    layers = layers_of_stages(args, policy)
-    _announce_plan(trainer, layers)
-    # As DDP would: one process's weights count, should they differ.
-    for tensor in [*policy.parameters(), *policy.buffers()]:
-        dist.broadcast(tensor.data, src=0)
+    layers = layers_of_stages(args, policy) if parts is None else parts.layers
     groups = _Groups(args, accelerator.device)
-    stages = [
-        StageView(policy, layers, index, trainer.score_stage, trainer.stage_forward)
-        for index in range(groups.place, len(layers), args.pipeline_parallel_size)
-    ]
-    replica = PolicyReplica(stages, groups.pipeline, whole=policy)
+    _announce_plan(trainer, layers, None if parts is None else _bytes_of_parts(trainer, groups.host))
+    if parts is None:
+        # As DDP would: one process's weights count, should they differ.
+        for tensor in [*policy.parameters(), *policy.buffers()]:
+            dist.broadcast(tensor.data, src=0)
+    else:
+        align_parts(policy, groups.pipeline, groups.holders, embedding=_has_embedding_copy(trainer))
+    dtypes = [hidden_dtype(policy, accelerator.autocast) if groups.place == 0 else None]
+    dist.broadcast_object_list(dtypes, group=groups.host, group_src=0)
+    dtype = dtypes[0]
+    channel = _open_channel(trainer, layers, dtype, groups.host)
+    staged = _stage_model(trainer, policy, layers, groups, dtype, channel)
+    replica = PolicyReplica(staged.pipeline.stages, groups.pipeline, whole=policy) if parts is None else None
     # Before training: it would be wrapped for data parallelism otherwise.
     trainer.model = trainer.model_wrapped = accelerator.prepare_model(trainer.model, evaluation_mode=True)
     trainer.model._is_accelerate_prepared = True
-    dtype = hidden_dtype(policy, accelerator.autocast)
+    reference = None
+    if parts is not None and trainer.ref_model is not None:
+        align_parts(trainer.ref_model, groups.pipeline, groups.holders)
+        reference = _stage_model(trainer, trainer.ref_model, layers, groups, dtype)
+    last = (len(layers) - 1) % args.pipeline_parallel_size * args.context_parallel_size
+    pipelining = Pipelining(
+        policy=staged,
+        reference=reference,
+        replica=replica,
+        parts=parts,
+        holders=groups.holders,
+        host_group=groups.host,
+        rank_of_last=last,
+        saves=groups.saves,
+        sends_embedding=parts is not None and _embedding_moves(trainer, groups.host),
+    )
+    trainer.join_pipeline(groups.loss, pipelining)
+    if parts is not None and args.use_vllm:
+        trainer.vllm_generation.push_parts(groups.pipeline if groups.saves else None)
+
+
+def _stage_model(
+    trainer: "CoDraftGRPOTrainer",
+    model: nn.Module,
+    layers: tuple[int, ...],
+    groups: "_Groups",
+    dtype: torch.dtype,
+    channel: TapChannel | None = None,
+) -> StagedModel:
+    """The pipeline of a policy, and what brings microbatches into its shape."""
+    args = trainer.args
+    stages = [
+        StageView(model, layers, index, context=trainer.stage_forward)
+        for index in range(groups.place, len(layers), args.pipeline_parallel_size)
+    ]
+    stages[-1].score = partial(trainer.score_stage, stages[-1])
     pipeline = Pipeline(
         stages,
         groups.pipeline,
-        hidden_size=policy.config.get_text_config().hidden_size,
+        hidden_size=model.config.get_text_config().hidden_size,
         dtype=dtype,
-        device=accelerator.device,
+        device=trainer.accelerator.device,
         schedule=args.pipeline_schedule,
-        channel=_open_channel(trainer, layers, dtype, groups.host),
+        channel=channel,
     )
-    rows_of = partial(WholeRows, pad_token_id=trainer._tokenizer.pad_token_id, rotary=rotary)
+    rows_of = partial(WholeRows, pad_token_id=trainer._tokenizer.pad_token_id, rotary=rotary_by_length(model))
     if args.context_parallel_size > 1:
-        trainer.sharding = ContextSharding(groups.shards, base_policy, args.context_parallel_layout)
-        shards = LossGroup(groups.shards, dist.group.WORLD, accelerator.device, TRAVELLING_TENSORS)
-        rows_of = partial(ShardedRows, sharding=trainer.sharding, group=shards, policy=policy)
-    last = (len(layers) - 1) % args.pipeline_parallel_size * args.context_parallel_size
-    pipelining = Pipelining(pipeline, replica, rows_of, groups.holders, groups.host, last, groups.saves)
-    trainer.join_pipeline(groups.loss, pipelining)
+        if trainer.sharding is None:
+            trainer.sharding = ContextSharding(groups.shards, base_policy, args.context_parallel_layout)
+        shards = LossGroup(groups.shards, dist.group.WORLD, trainer.accelerator.device, TRAVELLING_TENSORS)
+        rows_of = partial(ShardedRows, sharding=trainer.sharding, group=shards, policy=model)
+    return StagedModel(pipeline, rows_of)
+
+
+def _has_embedding_copy(trainer: "CoDraftGRPOTrainer") -> bool:
+    """Whether the last stage of a policy in parts holds the input embedding too."""
+    return trainer.args.use_draft or base_policy(trainer.model).config.tie_word_embeddings
+
+
+def _embedding_moves(trainer: "CoDraftGRPOTrainer", group: dist.ProcessGroup) -> bool:
+    """Whether the first stage trains an embedding of which the last one has a copy for the draft. Collective."""
+    policy = base_policy(trainer.model)
+    moves = [False]
+    if dist.get_rank(group) == 0:
+        trained = any(parameter.requires_grad for parameter in policy.get_input_embeddings().parameters())
+        moves = [trainer.args.use_draft and trained and not policy.config.tie_word_embeddings]
+    dist.broadcast_object_list(moves, group=group, group_src=0)
+    return moves[0]
 
 
 class _Groups:
@@ -161,27 +214,12 @@ class _Groups:
             self.shards, _ = dist.new_subgroups(c, timeout=timeout)
         self.host, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, backend="gloo")
         self.holders, _ = dist.new_subgroups_by_enumeration(holders, timeout=timeout)
-        self.place = rank % (p * c) // c
+        self.place = place_in_pipeline(args, rank)
         self.saves = rank in pipelines[0]
 
 
-def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, ...]:
-    """
-    Decoder layers of each stage: what the user says, or balanced with the head counted.
-
-    Raises:
-        ValueError: if the policy has other layers than the user says, or fewer than stages.
-    """
-    if args.layers_per_stage is not None:
-        require_split(policy, args.layers_per_stage)
-        return tuple(args.layers_per_stage)
-    per_rank = INTERLEAVED_STAGES if args.pipeline_schedule == "Interleaved1F1B" else 1
-    num_layers = len(decoder_of(policy).layers)
-    return balance_layers(num_layers, per_rank * args.pipeline_parallel_size, head_cost=head_cost_of(policy))
-
-
 def hidden_dtype(policy: nn.Module, context: Callable[[], AbstractContextManager]) -> torch.dtype:
-    """Dtype of the hidden states between layers, seen in a forward of one token."""
+    """Dtype of the hidden states between layers, seen in a forward of one token. The policy needs its first stage."""
     seen = []
 
     def look(module, args, kwargs):
@@ -246,7 +284,9 @@ def _draft_learns(args: CoDraftGRPOConfig) -> bool:
     return args.use_draft and args.draft_train
 
 
-def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> None:
+def _announce_plan(
+    trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...], parts: list[tuple[int, int]] | None = None
+) -> None:
     """Says what each rank will hold and wait; raises where that is more than a GPU has."""
     args, policy, device = trainer.args, base_policy(trainer.model), trainer.accelerator.device
     size, draft = args.pipeline_parallel_size, trainer.draft_model
@@ -268,7 +308,9 @@ def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> No
             gradient_checkpointing=args.gradient_checkpointing,
             draft_bytes=draft_bytes,
             draft_everywhere=True,
+            replica=parts is None,
             views=True,
+            parts=parts,
             memory=memory,
         )
     except PlanUnavailable as reason:
@@ -281,6 +323,15 @@ def _announce_plan(trainer: "CoDraftGRPOTrainer", layers: tuple[int, ...]) -> No
             f"Pipeline of {size} ranks, layers {list(layers)}, for completions of {args.max_completion_length} tokens "
             f"(prompts come on top):\n{plan.table()}"
         )
+
+
+def _bytes_of_parts(trainer: "CoDraftGRPOTrainer", group: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """By rank of the pipeline, the bytes of what it holds of the policy and its reference, and of what it trains."""
+    parameters = [*trainer.model.parameters(), *([] if trainer.ref_model is None else trainer.ref_model.parameters())]
+    own = sum(p.nbytes for p in parameters), sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    parts = [own] * dist.get_world_size(group)
+    dist.all_gather_object(parts, own, group)
+    return parts
 
 
 def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:
@@ -307,6 +358,17 @@ def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:
         return "the load-balancing loss of experts needs all layers at once. Set `router_aux_loss_coef=0.0`."
     if args.use_vllm and args.vllm_mode == "colocate":
         return "vLLM in colocate mode is not supported. Set `vllm_mode='server'`, or `use_vllm=False`."
+    if not args.holds_whole_policy and not args.use_vllm and trainer.rollout_func is None:
+        return (
+            "`pipeline_replica=False` leaves no rank with a policy that could roll out. Generate with a vLLM server "
+            "(`use_vllm=True`, `vllm_mode='server'`) or a `rollout_func`, or set `pipeline_replica=True`."
+        )
+    if not args.holds_whole_policy and not args.use_vllm and args.use_draft and args.draft_pretrain_steps:
+        return (
+            "`draft_pretrain_steps` needs rollouts of the policy, which `rollout_func` does not give. Start from a trained "
+            "draft (`draft_model_name_or_path`) with `draft_pretrain_steps=0`, use a vLLM server, or set "
+            "`pipeline_replica=True`."
+        )
     if args.use_transformers_continuous_batching:
         return "continuous batching is not supported. Set `use_transformers_continuous_batching=False`."
     optim = OptimizerNames(args.optim).value

@@ -3,8 +3,9 @@ TRL's GRPO trainer with the policy's layers split over the ranks of a pipeline (
 
 TRL keeps seeing plain data parallelism, as in `grouped_loss.py`. Micro-steps are prepared as always, but only put aside;
 the last one of an accumulation window runs all of them, those of all ranks of the pipeline, in one step of its schedule.
-Every rank keeps the whole policy for everything else (rollouts, log-probs of other policies, evaluation, checkpoints),
-trains the layers of its stage, and is sent the others' after each optimizer step.
+A rank trains the layers of its stages. With `pipeline_replica` it also keeps the whole policy for everything else
+(rollouts, log-probs of other policies, evaluation, checkpoints), and is sent the others' layers after each optimizer step;
+without, what needs no gradient goes through the pipeline too.
 
 Shapes: `B` rows, `P` prompt columns, `C` completion columns, `S` columns, `H` hidden size.
 """
@@ -19,11 +20,27 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from trl import GRPOTrainer
 
-from .group import LossGroup, Phase, Scores, report_as
+from .group import Header, LossGroup, Phase, Scores, report_as
 from .grouped_loss import GroupedLoss
 from .modeling.taps import TapRecorder
+from .pipeline_part import PolicyParts
 from .pipeline_rows import Job, StepRows
-from .pp import Pipeline, PolicyReplica, Shard, StageView, clip_grad_norm, reduce_gradients
+from .pp import Pipeline, PolicyReplica, Shard, StageView, clip_grad_norm, reduce_gradients, send_embedding
+
+
+class StagedModel(NamedTuple):
+    """
+    A policy whose layers are split over a pipeline.
+
+    Args:
+        pipeline ([`~pp.Pipeline`]):
+            This rank's part of it.
+        rows_of (`Callable`):
+            Brings microbatches into the shape of a pipeline step.
+    """
+
+    pipeline: Pipeline
+    rows_of: Callable[[Sequence[Job]], StepRows]
 
 
 class Pipelining(NamedTuple):
@@ -31,12 +48,14 @@ class Pipelining(NamedTuple):
     A trainer's pipeline.
 
     Args:
-        pipeline ([`~pp.Pipeline`]):
-            This rank's part of it.
-        replica ([`~pp.PolicyReplica`]):
+        policy ([`StagedModel`]):
+            The policy that is trained.
+        reference ([`StagedModel`] or `None`):
+            The reference policy, if it is a model of its own and no rank has the whole of it.
+        replica ([`~pp.PolicyReplica`] or `None`):
             The whole policy, of which the stages are views.
-        rows_of (`Callable`):
-            Brings the microbatches of a window into the shape of a pipeline step.
+        parts ([`~pipeline_part.PolicyParts`] or `None`):
+            In its place, what cut the policy down to this rank's stages.
         holders (`ProcessGroup`):
             The ranks of the run that hold the same stages.
         host_group (`ProcessGroup`):
@@ -45,15 +64,23 @@ class Pipelining(NamedTuple):
             A rank of the loss group that runs the last stage.
         saves (`bool`):
             Whether this pipeline writes checkpoints.
+        sends_embedding (`bool`):
+            Whether the last stage's copy of the input embedding has to follow the first stage's.
     """
 
-    pipeline: Pipeline
-    replica: PolicyReplica
-    rows_of: Callable[[Sequence[Job]], StepRows]
+    policy: StagedModel
+    reference: StagedModel | None
+    replica: PolicyReplica | None
+    parts: PolicyParts | None
     holders: dist.ProcessGroup
     host_group: dist.ProcessGroup
     rank_of_last: int
     saves: bool
+    sends_embedding: bool
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.policy.pipeline
 
     @property
     def stages(self) -> list[StageView]:
@@ -77,9 +104,10 @@ class PipelinedLoss(GroupedLoss):
     recorder: TapRecorder | None = None
     # Micro-steps that were put aside.
     _window: list[dict[str, Any]]
-    # While a pipeline step runs: its microbatches, and on the last stage the outputs of the decoder for them.
+    # While a pipeline step runs: its microbatches, and on the last stage the outputs of the decoder for them if the draft
+    # learns from them.
     _rows: StepRows | None = None
-    _last_hidden: list[torch.Tensor]
+    _last_hidden: list[torch.Tensor] | None = None
 
     def join_pipeline(self, loss_group: LossGroup, pipelining: Pipelining) -> None:
         """
@@ -92,12 +120,24 @@ class PipelinedLoss(GroupedLoss):
                 The pipeline.
         """
         self.join_loss_group(loss_group, self.sharding)
-        self.pipelining, self._last_hidden = pipelining, []
+        self.pipelining = pipelining
 
     def train(self, *args, **kwargs):
         # An error or a stop in the middle of a window leaves micro-steps, which the next run must not train on.
         self._window = []
         return super().train(*args, **kwargs)
+
+    @property
+    def rank_of_policy_head(self) -> int:
+        """A rank of the run that has the policy's head: the first, unless ranks have their stages alone."""
+        if self.pipelining is None or self.pipelining.parts is None:
+            return 0
+        return self.pipelining.rank_of_last
+
+    @property
+    def has_policy_head(self) -> bool:
+        """Whether this rank has it."""
+        return self.pipelining is None or self.pipelining.parts is None or self.pipelining.pipeline.has_last
 
     # Losses
 
@@ -137,22 +177,55 @@ class PipelinedLoss(GroupedLoss):
     def _run_pipeline(self, jobs: list[Job]) -> list[Scores]:
         """One step of the schedule; the scores of each microbatch, without graph, on every rank."""
         pipeline = self.pipelining.pipeline
-        rows = self._rows = self.pipelining.rows_of(jobs)
-        self._last_hidden = []
-        # Log-probs and entropies. They are small: everyone gets all of them.
-        kept = [torch.zeros(2, *job.completion_shape, device=self.accelerator.device) for job in jobs]
+        with self._running(self.pipelining.policy.rows_of(jobs), for_draft=True) as rows:
+            kept = self._empty_scores(jobs)
 
-        def loss(number, output):
-            scores = rows.scores(number, output)
-            kept[number].copy_(torch.stack([scores.log_probs, scores.entropies]).detach())
-            return self._loss_of_job(jobs[number], scores)
+            def loss(number, output):
+                scores = rows.scores(number, output)
+                kept[number].copy_(torch.stack([scores.log_probs, scores.entropies]).detach())
+                return self._loss_of_job(jobs[number], scores)
 
-        pipeline.step(rows.inputs(), loss, rows.tap_shapes())
-        if pipeline.channel is not None and pipeline.has_last:
-            for number, (job, last_hidden) in enumerate(zip(jobs, self._last_hidden, strict=True)):
-                states = [rows.keep_states(number, state) for state in [*pipeline.channel.take(number), last_hidden]]
-                self._keep_for_draft(job.tensors, states[:-1], states[-1])
-        self._rows, self._last_hidden = None, []
+            pipeline.step(rows.inputs(), loss, rows.tap_shapes())
+            self._take_taps(jobs, rows)
+        return self._share_scores(kept)
+
+    def _forward_pipeline(self, model: StagedModel, jobs: list[Job], for_draft: bool = False) -> list[Scores]:
+        """The same without backwards: scores, or what the draft learns from these microbatches."""
+        with self._running(model.rows_of(jobs), for_draft) as rows:
+            kept = self._empty_scores(jobs)
+            with torch.no_grad():
+                outputs = model.pipeline.forward(rows.inputs(), rows.tap_shapes(), with_taps=for_draft)
+                for number, output in enumerate(outputs):
+                    scores = rows.scores(number, output)
+                    kept[number].copy_(torch.stack([scores.log_probs, scores.entropies]))
+            self._take_taps(jobs, rows)
+        return self._share_scores(kept)
+
+    @contextmanager
+    def _running(self, rows: StepRows, for_draft: bool) -> Iterator[StepRows]:
+        """Within it, stages run the forwards of these microbatches."""
+        records = for_draft and self.pipelining.pipeline.channel is not None
+        self._rows, self._last_hidden = rows, [] if records else None
+        try:
+            yield rows
+        finally:
+            self._rows, self._last_hidden = None, None
+
+    def _take_taps(self, jobs: list[Job], rows: StepRows) -> None:
+        """On the last stage, after a step whose taps were sent."""
+        pipeline = self.pipelining.pipeline
+        if self._last_hidden is None or not pipeline.has_last:
+            return
+        for number, (job, last_hidden) in enumerate(zip(jobs, self._last_hidden, strict=True)):
+            states = [rows.keep_states(number, state) for state in [*pipeline.channel.take(number), last_hidden]]
+            self._keep_for_draft(job.tensors, states[:-1], states[-1])
+
+    def _empty_scores(self, jobs: list[Job]) -> list[torch.Tensor]:
+        """Room for log-probs and entropies of each microbatch. They are small: everyone gets all of them."""
+        return [torch.zeros(2, *job.completion_shape, device=self.accelerator.device) for job in jobs]
+
+    def _share_scores(self, kept: list[torch.Tensor]) -> list[Scores]:
+        """The last stage's scores, on every rank."""
         flat = torch.cat([values.flatten() for values in kept])
         dist.broadcast(flat, group=self.loss_group.members, group_src=self.pipelining.rank_of_last)
         parts = flat.split([values.numel() for values in kept])
@@ -175,17 +248,20 @@ class PipelinedLoss(GroupedLoss):
         with self.accelerator.autocast(), self._rows.forward_of(microbatch, layers) as shard:
             yield shard
 
-    def score_stage(self, policy: nn.Module, arguments: dict, extras: dict[str, torch.Tensor]) -> torch.Tensor:
+    def score_stage(
+        self, stage: StageView, policy: nn.Module, arguments: dict, extras: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """What the last stage returns: log-probs and entropies `(B, columns, 2)`."""
-        stage = self.pipelining.stages[-1]
         arguments |= {"fused_lm_head": True, **self._rows.label_arguments(stage.microbatch, extras["labels"])}
-        if self.pipelining.pipeline.channel is None:
+        if self._last_hidden is None:
             outputs = policy(**arguments)
         else:
             with self.recorder.record() as record:
                 outputs = policy(**arguments)
             self._last_hidden.append(record.last_hidden)
-        return torch.stack([outputs.log_probs, outputs.entropy], dim=-1)
+        # A reference policy gives no entropies.
+        entropies = outputs.log_probs if outputs.entropy is None else outputs.entropy
+        return torch.stack([outputs.log_probs, entropies], dim=-1)
 
     @contextmanager
     def _end_of_window(self, last: bool) -> Iterator[None]:
@@ -201,21 +277,65 @@ class PipelinedLoss(GroupedLoss):
         # Shards are planned from the masks that travel, by all ranks alike.
         return () if self.pipelining is not None else super()._tokens_per_shard(attention_mask)
 
-    # Everything without gradients runs on the whole policy, each rank on its own rows
+    # Without gradients: on the whole policy, each rank its own rows, or in the pipeline
 
     def _score_own_rows(self, phase, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **settings):
         if self.pipelining is None:
             return super()._score_own_rows(
                 phase, model, input_ids, attention_mask, logits_to_keep, batch_size, **settings
             )
-        # Not needed to compute, but here a failure of one rank reaches the others.
         rows = {"input_ids": input_ids, "attention_mask": attention_mask}
-        self._announce(phase, rows, logits_to_keep, chunk_rows=batch_size or 0)
+        headers = self._announce(phase, rows, logits_to_keep, chunk_rows=batch_size or 0)
+        if self.pipelining.parts is not None:
+            reference = model is self.ref_model and model is not None
+            return self._score_in_pipeline(
+                self.pipelining.reference if reference else self.pipelining.policy, rows, headers
+            )
+        # The headers are not needed to compute, but with them a failure of one rank reaches the others.
         return Scores(
             *GRPOTrainer._get_per_token_logps_and_entropies(
                 self, model, input_ids, attention_mask, logits_to_keep, batch_size, **settings
             )
         )
+
+    def _score_in_pipeline(
+        self, model: StagedModel, rows: dict[str, torch.Tensor], headers: Sequence[Header]
+    ) -> Scores:
+        """Log-probs and entropies of the rows of all ranks; those of this rank's own."""
+        jobs = []
+        for member, header in enumerate(headers):
+            if header.rows:
+                theirs = self.loss_group.send_rows(rows, header, member)
+                columns = header.prompt_length, header.completion_length
+                prompt_ids, completion_ids = theirs["input_ids"].split(columns, dim=1)
+                prompt_mask, completion_mask = theirs["attention_mask"].split(columns, dim=1)
+                whole = {
+                    "prompt_ids": prompt_ids,
+                    "prompt_mask": prompt_mask,
+                    "completion_ids": completion_ids,
+                    "completion_mask": completion_mask,
+                }
+                chunk_rows = header.chunk_rows or header.rows
+                for start in range(0, header.rows, chunk_rows):
+                    jobs.append(Job(member, {name: part[start : start + chunk_rows] for name, part in whole.items()}))
+        scores = self._forward_pipeline(model, jobs)
+        own = [values for job, values in zip(jobs, scores, strict=True) if job.member == self.loss_group.rank]
+        log_probs, entropies, _ = zip(*own, strict=True)
+        return Scores(torch.cat(log_probs), torch.cat(entropies), None)
+
+    def learn_from_rows(self, rows: dict[str, torch.Tensor]) -> None:
+        """
+        Runs the rows of all ranks of the pipeline through it, and keeps on its last stage what the draft learns from them.
+        Collective in the pipeline.
+
+        Args:
+            rows (`dict[str, torch.Tensor]`):
+                Of this rank, at least one: `prompt_ids`, `prompt_mask` `(B, P)`, `completion_ids`, `completion_mask`
+                `(B, C)`.
+        """
+        headers = self._announce(Phase.LOG_PROBS, rows, rows["completion_ids"].shape[1])
+        jobs = [Job(member, self.loss_group.send_rows(rows, header, member)) for member, header in enumerate(headers)]
+        self._forward_pipeline(self.pipelining.policy, jobs, for_draft=True)
 
     # Around the optimizer step
 
@@ -223,11 +343,14 @@ class PipelinedLoss(GroupedLoss):
         optimizer = super().create_optimizer(model)
         if self.pipelining is not None and not isinstance(optimizer, AcceleratedOptimizer):
             # In a second run of the same trainer it is wrapped, and has the hook.
-            optimizer.register_step_post_hook(self._refresh_replica)
+            optimizer.register_step_post_hook(self._send_what_changed)
         return optimizer
 
-    def _refresh_replica(self, optimizer, args, kwargs) -> None:
-        self.pipelining.replica.refresh()
+    def _send_what_changed(self, optimizer, args, kwargs) -> None:
+        if self.pipelining.replica is not None:
+            self.pipelining.replica.refresh()
+        elif self.pipelining.sends_embedding:
+            send_embedding(self.pipelining.stages[0].policy, self.pipelining.group)
 
     def _clip_grad_norm(self, model):
         if self.pipelining is None:

@@ -7,18 +7,22 @@ one it would have been without.
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from .compatibility import base_policy
+from .context_group import draft_loss_on
+from .cp.draft import DraftBatchShard
 from .modeling.initialization import tap_log_scales
+from .modeling.losses import draft_loss
 from .modeling.packing import DraftBatch, pack_rows
 from .modeling.vocab import choose_draft_vocab
 from .rollout.trace import RolloutTrace
@@ -34,6 +38,11 @@ MAX_COUNTED_PROMPTS = 2000
 PASSES_PER_ROLLOUT = 4
 # Taps of a window that are kept between those passes; beyond, the policy's forward is run again.
 MAX_HELD_BYTES = 2 * 2**30
+
+# A prompt and its completion.
+Rollout = tuple[list[int], list[int]]
+# What the draft learns from rollouts, as far as this rank has it.
+Batches = list[DraftBatch | DraftBatchShard | None]
 
 
 @contextmanager
@@ -88,7 +97,7 @@ class PolicyRollouts:
                     "`train_dataset` that holds prompts and can be iterated more than once, or set `use_draft=False`."
                 )
 
-    def generate(self, count: int, prompts_only: bool = False) -> list[tuple[list[int], list[int]]]:
+    def generate(self, count: int, prompts_only: bool = False) -> list[Rollout]:
         """
         Samples one completion for each of the next `count` prompts: `(prompt_ids, completion_ids)` pairs, the
         completions empty with `prompts_only`. Where the speculative loop generates them and their hidden states may be
@@ -141,13 +150,13 @@ class PolicyRollouts:
             yield
         self._trace = trace
 
-    def recorded(self, rollouts: list[tuple[list[int], list[int]]], first: int) -> DraftBatch | None:
+    def recorded(self, rollouts: list[Rollout], first: int) -> Batches:
         """
         What the draft learns from some of the rollouts of the last [`~PolicyRollouts.generate`], as
         [`~PolicyRollouts.record`] returns it, from the hidden states that the rollout itself left where it kept them.
 
         Args:
-            rollouts (`list[tuple[list[int], list[int]]]`):
+            rollouts (`list[Rollout]`):
                 Neighbouring rollouts.
             first (`int`):
                 Number of the first of them among those that `generate` returned.
@@ -159,25 +168,50 @@ class PolicyRollouts:
         states = [self._trace.row(first + index, length) for index, length in enumerate(lengths)]
         taps, last_hidden = (pad_sequence(parts, batch_first=True) for parts in zip(*states, strict=True))
         taps = taps.split(self.trainer.draft_model.config.target_hidden_size, dim=-1)
-        return pack_rows(input_ids, attention_mask, trained, taps, last_hidden, self.trainer.args.draft_ttt_steps)
+        return [pack_rows(input_ids, attention_mask, trained, taps, last_hidden, self.trainer.args.draft_ttt_steps)]
 
     def release(self) -> None:
         """Lets go of the hidden states of the last rollout."""
         self._trace = None
 
-    def record(self, rollouts: list[tuple[list[int], list[int]]]) -> DraftBatch | None:
-        """Runs the policy over rollouts, without gradient, and packs what the draft learns from."""
+    def record(self, rollouts: list[Rollout]) -> Batches:
+        """
+        Runs the policy over rollouts, without gradient, and packs what the draft learns from. Where no rank has the whole
+        policy, those of all ranks of a pipeline go through it, and its last stage has what the draft learns.
+        """
         trainer = self.trainer
+        if not trainer.args.holds_whole_policy:
+            trainer.learn_from_rows(self._padded(rollouts))
+            batches, trainer._draft_batches = trainer._draft_batches, []
+            return batches
         input_ids, attention_mask, trained = self._columns(rollouts)
         with torch.no_grad(), trainer.recorder.record() as record, trainer.accelerator.autocast():
             trainer.model_wrapped(
                 input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, logits_to_keep=1
             )
-        return pack_rows(
-            input_ids, attention_mask, trained, record.taps, record.last_hidden, trainer.args.draft_ttt_steps
-        )
+        states = record.taps, record.last_hidden, trainer.args.draft_ttt_steps
+        return [pack_rows(input_ids, attention_mask, trained, *states)]
 
-    def _columns(self, rollouts: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, ...]:
+    @property
+    def loss_function(self) -> Callable:
+        """The draft's loss on what [`~PolicyRollouts.record`] returns."""
+        return draft_loss if self.trainer.args.holds_whole_policy else draft_loss_on(self.trainer)
+
+    def _padded(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
+        """Prompts padded on the left, `(B, P)`, and completions on the right, `(B, C)`, each with its mask."""
+        trainer, rows = self.trainer, {}
+        prompts, completions = zip(*rollouts, strict=True)
+        for name, side, sequences in (("prompt", "left", prompts), ("completion", "right", completions)):
+            # At least one column: messages need content.
+            longest = max(1, *(len(ids) for ids in sequences))
+            padded = [torch.tensor(ids, dtype=torch.long) for ids in [*sequences, [0] * longest]]
+            masks = [torch.ones_like(ids) for ids in padded]
+            fill, settings = trainer._tokenizer.pad_token_id, {"batch_first": True, "padding_side": side}
+            rows[f"{name}_ids"] = pad_sequence(padded, padding_value=fill, **settings)[:-1]
+            rows[f"{name}_mask"] = pad_sequence(masks, padding_value=0, **settings)[:-1]
+        return {name: value.to(trainer.accelerator.device) for name, value in rows.items()}
+
+    def _columns(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, ...]:
         """Right-padded ids, attention mask and trained tokens of rollouts, `(B, S)` each."""
         trainer = self.trainer
         sequences = [torch.tensor(prompt + completion) for prompt, completion in rollouts]
@@ -191,7 +225,7 @@ class PolicyRollouts:
             trained &= columns >= prompt_lengths[:, None]
         return tuple(x.to(trainer.accelerator.device) for x in (input_ids, attention_mask, trained))
 
-    def taps_fit(self, rollouts: list[tuple[list[int], list[int]]]) -> bool:
+    def taps_fit(self, rollouts: list[Rollout]) -> bool:
         """Whether packed taps of rollouts may be held."""
         return self._fits(sum(len(prompt) + len(completion) for prompt, completion in rollouts))
 
@@ -199,11 +233,16 @@ class PolicyRollouts:
         """Whether taps of a rank's tokens may be held: at most `MAX_HELD_BYTES` on average over ranks, which agree."""
         draft, policy = self.trainer.draft_model.config, base_policy(self.trainer.model)
         row_bytes = (len(draft.tap_layers) + 1) * draft.target_hidden_size * policy.dtype.itemsize
+        if not self.trainer.args.holds_whole_policy:
+            # The last stage holds those of the whole pipeline.
+            row_bytes *= self.trainer.args.pipeline_parallel_size
         num_tokens = torch.tensor(float(num_tokens), device=self.trainer.accelerator.device)
         return self.trainer.accelerator.reduce(num_tokens, reduction="mean").item() * row_bytes <= MAX_HELD_BYTES
 
 
-def measure_tap_scales(trainer: "CoDraftGRPOTrainer", batch: DraftBatch | None) -> torch.Tensor | None:
+def measure_tap_scales(
+    trainer: "CoDraftGRPOTrainer", batches: Sequence[DraftBatch | DraftBatchShard | None]
+) -> torch.Tensor | None:
     """
     The typical size of each tap over the tokens of one batch per rank: the geometric mean of their root mean squares,
     which the few tokens with huge hidden states (a prompt's first) do not move.
@@ -213,13 +252,15 @@ def measure_tap_scales(trainer: "CoDraftGRPOTrainer", batch: DraftBatch | None) 
     """
     num_taps = len(trainer.draft_model.config.tap_layers)
     sums = torch.zeros(num_taps + 1, dtype=torch.float64, device=trainer.accelerator.device)
-    if batch is not None:
-        sums[:num_taps], sums[num_taps] = tap_log_scales(batch.taps, num_taps), len(batch.taps)
+    for batch in batches:
+        if batch is not None:
+            sums[:num_taps] += tap_log_scales(batch.taps, num_taps)
+            sums[num_taps] += len(batch.taps)
     sums = trainer.accelerator.reduce(sums, reduction="sum")
     return (sums[:-1] / sums[-1]).exp().float() if sums[-1] > 0 else None
 
 
-def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[Rollout]) -> torch.Tensor:
     """
     How often each token occurs in up to 2,000 prompts of the training set and in given rollouts, over all ranks.
 
@@ -260,8 +301,8 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
     """
     rows_per_step = trainer.args.per_device_train_batch_size
     rollouts_per_window = rows_per_step * trainer.args.steps_per_generation
-    chunks: list[list[tuple[list[int], list[int]]]] = []
-    held: list[DraftBatch | None] | None = None
+    chunks: list[list[Rollout]] = []
+    held: list[Batches] | None = None
     queue: list[int] = []
     progress = tqdm(
         range(num_steps),
@@ -280,8 +321,11 @@ def pretrain_draft(trainer: "CoDraftGRPOTrainer", num_steps: int, source: Policy
                 source.release()
                 for _pass in range(PASSES_PER_ROLLOUT):
                     queue += torch.randperm(len(chunks), generator=source.random).tolist()
+                # One order for all ranks: those of a pipeline may have recorded a chunk together.
+                broadcast_object_list(queue)
             index = queue.pop(0)
-            trainer.draft_trainer.accumulate(held[index] if held is not None else source.record(chunks[index]))
+            for batch in held[index] if held is not None else source.record(chunks[index]):
+                trainer.draft_trainer.accumulate(batch, source.loss_function)
             metrics = trainer.draft_trainer.step()
             trainer.draft_pretraining_log.append(metrics)
             shown = {"loss": "draft/loss", "accept_length_sim": "draft/accept_length_sim"}
@@ -296,16 +340,16 @@ def initialize_fresh_draft(trainer: "CoDraftGRPOTrainer", source: PolicyRollouts
         trainer ([`CoDraftGRPOTrainer`]):
             The trainer, with its `draft_model` built and its optimizer not yet.
         source ([`PolicyRollouts`]):
-            Where the batch comes from. With vLLM only its prompts are used.
+            Where the batch comes from. With vLLM, and where no rank has the whole policy, only its prompts are used.
     """
     args, draft = trainer.args, trainer.draft_model
-    rollouts = source.generate(
-        args.per_device_train_batch_size * args.steps_per_generation, prompts_only=trainer.use_vllm
-    )
+    prompts_only = trainer.use_vllm or not args.holds_whole_policy
+    rollouts = source.generate(args.per_device_train_batch_size * args.steps_per_generation, prompts_only=prompts_only)
     if draft.config.draft_vocab_size < draft.config.vocab_size:
         # A tokenizer may know tokens that the policy has no row for; it cannot sample them.
         special = [*trainer._tokenizer.all_special_ids, *trainer.eos_token_ids]
         special = [token for token in special if token < draft.config.vocab_size]
         draft.set_vocab(choose_draft_vocab(count_tokens(trainer, rollouts), draft.config.draft_vocab_size, special))
-    batch = source.record(rollouts[: args.per_device_train_batch_size])
-    draft.initialize_from_policy(trainer.policy_head, tap_scales=measure_tap_scales(trainer, batch))
+    scales = measure_tap_scales(trainer, source.record(rollouts[: args.per_device_train_batch_size]))
+    if trainer.has_policy_head:
+        draft.initialize_from_policy(trainer.policy_head, tap_scales=scales)

@@ -52,6 +52,7 @@ from .modeling.taps import TapRecorder
 from .modeling.teacher import PolicyHead
 from .pipeline_checkpoints import PipelineCheckpoints
 from .pipeline_group import join_pipeline_group
+from .pipeline_part import policies_in_parts
 from .pipelined_loss import PipelinedLoss
 from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
 from .rollout.controller import SpeedReport
@@ -136,7 +137,12 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         refuse_contradictions(args, draft_model)
         if args.use_draft:
             self._tag_names = [*self._tag_names, "codraft"]
-        with deferred_engine(args.use_draft and args.use_vllm), not_sharded_by_accelerate(args):
+        own_generation = args.use_vllm and (args.use_draft or not args.holds_whole_policy)
+        with (
+            policies_in_parts(args, model) as parts,
+            deferred_engine(own_generation),
+            not_sharded_by_accelerate(args),
+        ):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -161,7 +167,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         else:
             warn_about_unused_settings(args)
         if args.pipeline_parallel_size > 1:
-            join_pipeline_group(self)
+            join_pipeline_group(self, parts)
         elif args.context_parallel_size > 1:
             join_context_group(self)
 
@@ -227,7 +233,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
                 if self._draft_is_fresh and not resumes:
                     initialize_fresh_draft(self, source)
                 for tensor in self.draft_model.state_dict().values():
-                    broadcast(tensor)
+                    broadcast(tensor, from_process=self.rank_of_policy_head)
                 self.draft_trainer = DraftTrainer(
                     self.draft_model,
                     self.policy_head,

@@ -2,7 +2,8 @@
 Rollouts by vLLM with the co-trained draft inside the engine.
 
 TRL builds the engine and pushes the policy into it ([`~trl.generation.vllm_generation.VLLMGeneration`]); this subclass
-gives the engine the draft, pushes the draft with every refit of the policy, and reads the acceptance that vLLM counts.
+gives the engine the draft, pushes the draft with every refit of the policy, and reads the acceptance that vLLM counts. A
+policy of which each rank of a pipeline has a part is pushed from there.
 
 The engine is built later than in TRL: when the draft exists, at the end of the trainer's construction. A draft in an
 engine must not share its head with the policy's: vLLM makes them one tensor when a loaded draft's head equals the
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from trl.generation import vllm_generation
@@ -25,6 +27,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .pp import WholeStream
 from .rollout.stats import SpeculativeStats
 from .vllm_counters import stats_from_metrics, stats_from_text
 from .vllm_refit import (
@@ -133,6 +136,10 @@ class DraftVLLMGeneration(VLLMGeneration):
     _draft: Eagle3DraftModel | None = None
     _pushes_draft = False
     _counted = SpeculativeStats()
+    # Where each rank has a part of the policy: whether it is so, and the ranks of the pipeline that pushes it.
+    _in_parts = False
+    _pushing: dist.ProcessGroup | None = None
+    _stream: WholeStream | None = None
 
     def _init_vllm(self) -> None:
         if self.mode != "colocate":
@@ -171,6 +178,34 @@ class DraftVLLMGeneration(VLLMGeneration):
         if draft is not None:
             self._counted = self._read_counters()
 
+    def push_parts(self, group: dist.ProcessGroup | None) -> None:
+        """
+        Pushes a policy from now on that no rank has whole, tensor by tensor through the main process.
+
+        Args:
+            group (`ProcessGroup` or `None`):
+                The ranks of the pipeline that the main process belongs to; `None` on ranks of others.
+        """
+        self._in_parts, self._pushing = True, group
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self._in_parts:
+            yield from super()._iter_named_params()
+        elif self._stream is not None:
+            yield from self._stream.stream(super()._iter_named_params())
+
+    def _describe_parts(self) -> None:
+        """What TRL would iterate over the policy for: the tensors of a push, known before the first one is sent."""
+        if self._in_parts and self._weight_metadata is None:
+            self._weight_metadata = []
+            if self._pushing is not None:
+                own = super()._iter_named_params()
+                self._stream = WholeStream(own, self._pushing, self.accelerator.device)
+                self._weight_metadata = [
+                    (info.name, str(info.dtype).removeprefix("torch."), list(info.shape))
+                    for info in self._stream.tensors
+                ]
+
     def sync_weights(self) -> None:
         """
         Pushes the policy and the draft.
@@ -178,6 +213,7 @@ class DraftVLLMGeneration(VLLMGeneration):
         Raises:
             RuntimeError: if the server dies meanwhile.
         """
+        self._describe_parts()
         if self.mode == "server" and self.accelerator.is_main_process:
             run_while_alive(
                 self._sync_server,

@@ -1,6 +1,7 @@
 """
-Ranks of `test_pp_resume.py`: `python resume_worker.py OUT WORLD_SIZE SIZES` trains with pipelines of the first of the
-sizes (`2,1,4`: ranks per pipeline, 1 for none), saving on the way, and continues from there under each of them.
+Ranks of `test_pp_resume.py`: `python resume_worker.py OUT WORLD_SIZE PAIRS` trains under the first size of each pair
+(`2-1,1-2p`: ranks per pipeline, 1 for none, a `p` if no rank has the whole policy), saving on the way, and continues from
+there under the second.
 """
 
 import shutil
@@ -57,7 +58,7 @@ def trained(out, world_size, size, lora, resume_from=None, **config):
     case = {"max_steps": LAST, "save_strategy": "steps", "save_steps": SAVED, "dtype": "float32", **config}
     case |= {"lora": True, "learning_rate": 0.5} if lora else {}
     classes = PlainMomentum, StagedMomentum
-    trainer = build(case, out, world_size, str(size), classes, rollout_func=RolloutsOfStep())
+    trainer = build(case, out, world_size, size, classes, rollout_func=RolloutsOfStep())
     trainer.train(resume_from_checkpoint=resume_from)
     momenta = {
         name: trainer.optimizer.state[parameter]["momentum_buffer"].clone()
@@ -70,10 +71,10 @@ def trained(out, world_size, size, lora, resume_from=None, **config):
     return {"weights": weights, "momenta": momenta, "logs": logs}
 
 
-def run(rank, world_size, out, sizes):
+def run(rank, world_size, out, pairs):
     seen = {}
     for lora in (False, True):
-        for start in sizes[:2]:
+        for start in dict.fromkeys(first for first, _ in pairs):
             folder = out / f"{start} {lora}"
             if rank == 0:
                 shutil.rmtree(out / "run", ignore_errors=True)
@@ -84,12 +85,12 @@ def run(rank, world_size, out, sizes):
                 shutil.copytree(out / "run" / f"checkpoint-{SAVED}", folder)
                 seen["files", start, lora] = sorted(path.name for path in folder.iterdir())
             torch.distributed.barrier()
-            for size in sizes:
+            for size in (second for first, second in pairs if first == start):
                 seen[start, lora, size] = trained(out, world_size, size, lora, resume_from=str(folder))
     return seen
 
 
 if __name__ == "__main__":
-    folder, count, group_sizes = sys.argv[1:]
+    folder, count, pairs = sys.argv[1:]
     save_policies(Path(folder))
-    fork_ranks(run, int(count), folder, Path(folder), [int(size) for size in group_sizes.split(",")])
+    fork_ranks(run, int(count), folder, Path(folder), [pair.split("-") for pair in pairs.split(",")])

@@ -11,7 +11,8 @@ from torch import nn
 
 from trl_codraft import pipeline_group
 from trl_codraft.context_group import require_divisible_world
-from trl_codraft.pipeline_group import hidden_dtype, layers_of_stages, unsupported_in_stages
+from trl_codraft.pipeline_group import hidden_dtype, unsupported_in_stages
+from trl_codraft.pipeline_part import layers_of_stages
 from trl_codraft.pp import Shard, StageView
 from trl_codraft.pp.view import plain_forward
 
@@ -19,7 +20,15 @@ from trl_codraft.pp.view import plain_forward
 LAYERS = (1, 2, 1)
 
 
-def fake_trainer(policy=None, aux_loss=False, vlm=False, dynamo="no", kind=DistributedType.MULTI_CPU, **settings):
+def fake_trainer(
+    policy=None,
+    aux_loss=False,
+    vlm=False,
+    dynamo="no",
+    kind=DistributedType.MULTI_CPU,
+    rollout_func=None,
+    **settings,
+):
     defaults = {
         "torch_compile": False,
         "neftune_noise_alpha": None,
@@ -27,6 +36,9 @@ def fake_trainer(policy=None, aux_loss=False, vlm=False, dynamo="no", kind=Distr
         "vllm_mode": "server",
         "use_transformers_continuous_batching": False,
         "optim": "adamw_torch",
+        "holds_whole_policy": True,
+        "use_draft": True,
+        "draft_pretrain_steps": 0,
     }
     state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend=dynamo))
     return SimpleNamespace(
@@ -34,6 +46,7 @@ def fake_trainer(policy=None, aux_loss=False, vlm=False, dynamo="no", kind=Distr
         accelerator=SimpleNamespace(distributed_type=kind, state=state),
         args=SimpleNamespace(**{**defaults, **settings}),
         aux_loss_enabled=aux_loss,
+        rollout_func=rollout_func,
         _is_vlm=vlm,
     )
 
@@ -50,6 +63,11 @@ def fake_trainer(policy=None, aux_loss=False, vlm=False, dynamo="no", kind=Distr
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='server'"),
         ({"use_transformers_continuous_batching": True}, "continuous batching"),
+        ({"holds_whole_policy": False}, "leaves no rank with a policy that could roll out"),
+        (
+            {"holds_whole_policy": False, "rollout_func": print, "draft_pretrain_steps": 2},
+            "`draft_pretrain_steps` needs rollouts of the policy",
+        ),
         ({"optim": "lomo"}, "inside the backward"),
         ({"optim": "galore_adamw_layerwise"}, "inside the backward"),
         ({"optim": "schedule_free_adamw"}, "`optim='schedule_free_adamw'` evaluates and saves other weights"),
@@ -78,6 +96,10 @@ def test_a_run_that_cannot_have_a_pipeline_is_named(overrides, reason):
 def test_supported_runs_are_not_refused(policy):
     assert unsupported_in_stages(fake_trainer(policy)) is None
     assert unsupported_in_stages(fake_trainer(policy, use_vllm=True)) is None
+    in_parts = {"holds_whole_policy": False, "draft_pretrain_steps": 2}
+    assert unsupported_in_stages(fake_trainer(policy, use_vllm=True, **in_parts)) is None
+    in_parts = {"holds_whole_policy": False, "rollout_func": print}
+    assert unsupported_in_stages(fake_trainer(policy, **in_parts)) is None
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from pp.trainer_cases import CASES, DEFAULT_CASES, IMPOSSIBLE, TOLERANCE, TOLERA
 
 
 # World size, ranks per pipeline, cases, seconds. Each line is one start of processes.
-DEFAULT_RUNS = {"2 ranks": (2, ("2",), DEFAULT_CASES, 280)}
+DEFAULT_RUNS = {"2 ranks": (2, ("2", "2p"), DEFAULT_CASES, 280)}
 SLOW_RUNS = {
-    "2 ranks, every case": (2, ("2",), list(CASES), 1500),
-    "4 ranks, every case": (4, ("2", "4", "2x2"), list(CASES), 3000),
+    "2 ranks, every case": (2, ("2", "2p"), list(CASES), 1500),
+    "4 ranks, every case": (4, ("2", "4", "2x2", "2p", "4p", "2x2p"), list(CASES), 6000),
 }
 
 
@@ -41,33 +41,61 @@ def windows(losses, size):
     return [sum(losses[start : start + size]) for start in range(0, len(losses), size)]
 
 
-def comparable(run, gradients):
+def comparable(run, gradients, weights):
     """What can be compared between runs with and without stages: losses by window, gradients of all stages."""
     return {
         **run,
         "losses": windows(run["losses"], run["window"]),
         "gradients": gradients,
+        "weights": weights,
         "reductions": 0,
     }
 
 
-def of_all_stages(ranks, name, size):
-    """Gradients by step, of the ranks that form the first pipelines."""
-    count = math.prod(int(number) for number in size.split("x"))
-    steps = zip(*(rank[name][size]["gradients"] for rank in ranks[:count]), strict=True)
+def first_pipelines(ranks, name, size):
+    """The runs of the ranks that compute losses together with the first one."""
+    count = math.prod(int(number) for number in size.removesuffix("p").split("x"))
+    return [rank[name][size] for rank in ranks[:count]]
+
+
+def gradients_of_all_stages(ranks, name, size):
+    """By step."""
+    steps = zip(*(run["gradients"] for run in first_pipelines(ranks, name, size)), strict=True)
     return [{key: value for stage in stages for key, value in stage.items()} for stages in steps]
+
+
+def weights_of(ranks, name, size, rank):
+    """Final weights on a rank, or where it has a part of them, those of all stages."""
+    if not size.endswith("p"):
+        return rank[name][size]["weights"]
+    together = {}
+    for run in first_pipelines(ranks, name, size):
+        for key, weight in run["weights"].items():
+            # What two ranks hold, they hold alike: a tied embedding, or one that the draft reads.
+            assert torch.equal(together.setdefault(key, weight), weight), key
+    return together
 
 
 @pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)
 def test_a_pipeline_changes_no_loss_gradient_metric_or_weight(runs, line, name, size):
     ranks, tolerance = runs(line), TOLERANCES.get(name, TOLERANCE)
-    ours = of_all_stages(ranks, name, size)
+    gradients = gradients_of_all_stages(ranks, name, size)
     for rank in ranks:
         plain = rank[name]["1"]
-        assert_same_training(comparable(rank[name][size], ours), comparable(plain, plain["gradients"]), tolerance)
+        weights = weights_of(ranks, name, size, rank)
+        ours = comparable(rank[name][size], gradients, weights)
+        assert_same_training(ours, comparable(plain, plain["gradients"], plain["weights"]), tolerance)
         mine, expected = (rank[name][s].get("draft gradients", []) for s in (size, "1"))
         for step, (a, b) in enumerate(zip(mine, expected, strict=True)):
             assert_close(a, b, tolerance, f"gradients and counters of the draft at step {step}")
+
+
+def test_parts_of_a_policy_are_no_more_than_its_stages(runs):
+    first, second = (run["weights"].keys() for run in first_pipelines(runs("2 ranks"), "dapo", "2p"))
+    policy = {name for name in first & second if not name.startswith("draft.")}
+    assert policy == {"model.embed_tokens.weight"}  # the draft reads it on the last stage
+    assert any("layers.0." in name for name in first)
+    assert any("layers.5." in name for name in second)
 
 
 def test_each_rank_trains_the_layers_of_its_stage_alone(runs):

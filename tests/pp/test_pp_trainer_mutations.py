@@ -3,7 +3,7 @@
 import pytest
 from group.comparison import assert_close, assert_same_training
 from group.forked_ranks import run_script
-from pp.test_pp_trainer import comparable, of_all_stages
+from pp.test_pp_trainer import comparable, gradients_of_all_stages, weights_of
 from pp.trainer_cases import TOLERANCE
 
 
@@ -18,7 +18,12 @@ MUTATIONS = {
     "draft learns from the last microbatch": "dapo",
     "gradients of one pipeline only": "two pipelines",
     "threshold of the member": "entropy quantile",
+    # Where no rank has the whole policy.
+    "reference is the policy": "reference",
+    "embedding of the draft stays old": "dapo",
+    "log-probs of another member": "dapo",
 }
+IN_PARTS = list(MUTATIONS)[-3:]
 OF_THE_DRAFT = ("states a column late", "draft learns from the last microbatch")
 
 
@@ -33,15 +38,18 @@ def ranks(tmp_path_factory):
 def test_comparison_notices(ranks, mutation):
     # It ran to its end, and what differs is what the mutation is about.
     assert not any(isinstance(rank[mutation], Exception) for rank in ranks), ranks[0][mutation]
-    gradients = of_all_stages([{mutation: {"2": rank[mutation]}} for rank in ranks], mutation, "2")
+    size = "2p" if mutation in IN_PARTS else "2"
+    seen = [{mutation: {size: rank[mutation]}} for rank in ranks]
+    gradients = gradients_of_all_stages(seen, mutation, size)
     noticed = 0
-    for rank in ranks:
+    for rank, own in zip(ranks, seen, strict=True):
         broken, plain = rank[mutation], rank[None][MUTATIONS[mutation]]
         try:
             if mutation in OF_THE_DRAFT:
                 assert_close(broken["draft gradients"][0], plain["draft gradients"][0], TOLERANCE, "the draft")
             else:
-                assert_same_training(comparable(broken, gradients), comparable(plain, plain["gradients"]), TOLERANCE)
+                ours = comparable(broken, gradients, weights_of(seen, mutation, size, own))
+                assert_same_training(ours, comparable(plain, plain["gradients"], plain["weights"]), TOLERANCE)
         except AssertionError:
             noticed += 1
     assert noticed

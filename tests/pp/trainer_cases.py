@@ -21,17 +21,36 @@ CASES = {
     # As under DDP, the weights of the first rank count.
     "weights of each rank": {"disturbed": True},
     "no clipping": {"max_grad_norm": 0.0},
+    "reference that follows": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
 }
 
 # Enough to notice each part that could be missing; the others are marked slow.
 DEFAULT_CASES = ["dapo", "adaptive entropy", "entropy quantile", "interleaved", "frozen layers", "speculative"]
 
-# Six layers do not make two stages for each of four ranks.
-IMPOSSIBLE = {("interleaved", "4")}
+# Six layers do not make two stages for each of four ranks. Parts of a policy cannot roll out, and start from those of
+# several ranks.
+IMPOSSIBLE = {("interleaved", "4"), ("interleaved", "4p")}
+IMPOSSIBLE |= {
+    (name, size)
+    for name, case in CASES.items()
+    for size in ("2p", "4p", "2x2p")
+    if case.get("speculates") or case.get("disturbed")
+}
 
 TOLERANCE = (1e-5, 2e-7)
 TOLERANCES = {
     "speculative": (1e-5, 1e-6),
     "experts": (1e-5, 1e-6),
     "bf16": (3e-2, 1e-2),
+}
+
+# Runs on the rollouts of a server.
+SERVED_CASES = {
+    # A fresh draft is initialised and pretrained, and the policy moves between two pushes.
+    "full": {},
+    "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
+    "tied, no draft": {"model_type": "tied", "use_draft": False},
+    "lora": {"lora": True},
+    # Transformers itself does not find the experts again in what it saved, when it loads the best model.
+    "experts": {"model_type": "mixtral", "router_aux_loss_coef": 0.0, "load_best_model_at_end": False},
 }

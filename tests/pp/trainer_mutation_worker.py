@@ -24,6 +24,7 @@ original_inputs = WholeRows._inputs
 original_states = WholeRows.keep_states
 original_loss = pipelined_loss.PipelinedLoss._loss_of_job
 original_pipeline = pipelined_loss.PipelinedLoss._run_pipeline
+original_forward = pipelined_loss.PipelinedLoss._forward_pipeline
 
 
 def positions_of_added_columns(self, number):
@@ -85,19 +86,38 @@ MUTATIONS = {
         ),
     ),
 }
+# The same where no rank has the whole policy.
+IN_PARTS = {
+    "reference is the policy": (
+        "reference",
+        pipelined_loss.PipelinedLoss,
+        "_forward_pipeline",
+        lambda self, model, jobs, for_draft=False: original_forward(self, self.pipelining.policy, jobs, for_draft),
+    ),
+    "embedding of the draft stays old": ("dapo", pipelined_loss, "send_embedding", lambda policy, group: None),
+    "log-probs of another member": (
+        "dapo",
+        pipelined_loss.PipelinedLoss,
+        "_forward_pipeline",
+        lambda self, model, jobs, for_draft=False: [
+            Scores(values.log_probs.roll(1, dims=0), values.entropies, None)
+            for values in original_forward(self, model, jobs, for_draft)
+        ],
+    ),
+}
 EXTRA = {"tight clipping": {"max_grad_norm": 0.1}, "two pipelines": {}}
 
 
 def run_broken(rank, world_size, out, mutation):
-    cases = {**CASES, **EXTRA}
+    cases, mutations = {**CASES, **EXTRA}, {**MUTATIONS, **IN_PARTS}
     if mutation is None:
-        return {case: run(cases[case], out, world_size, "1") for case in {case for case, *_ in MUTATIONS.values()}}
-    case, owner, name, replacement = MUTATIONS[mutation]
+        return {case: run(cases[case], out, world_size, "1") for case in {case for case, *_ in mutations.values()}}
+    case, owner, name, replacement = mutations[mutation]
     with mock.patch.object(owner, name, replacement):
-        return run(cases[case], out, world_size, "2")
+        return run(cases[case], out, world_size, "2p" if mutation in IN_PARTS else "2")
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     save_policies(folder)
-    fork_broken_ranks(run_broken, MUTATIONS, 4, folder)
+    fork_broken_ranks(run_broken, {**MUTATIONS, **IN_PARTS}, 4, folder)

@@ -1,11 +1,12 @@
 """
 Ranks of `test_pp_trainer.py`: `python trainer_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case without a pipeline
-and with pipelines of each of the sizes (`2,4,2x2`: ranks per pipeline, and per microbatch of a stage), and saves what each
-rank saw.
+and with pipelines of each of the sizes (`2,4,2x2`: ranks per pipeline, and per microbatch of a stage; with a `p` at the
+end, such as `2p`, no rank has the whole policy), and saves what each rank saw.
 """
 
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import torch
@@ -45,8 +46,22 @@ def change_policy(policy, frozen, disturbed):
                 parameter += 0.1 * torch.distributed.get_rank()
 
 
+def draw_adapters(trainer):
+    """Weights of adapters that depend on their names alone: a part of a policy draws others than the whole."""
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            numbers = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data.copy_(torch.randn(parameter.shape, generator=numbers) / 4)
+
+
 def build(case, out, world_size, size, classes=(ShardedTrainer, StagedTrainer), **overrides):
     """A trainer of a case with pipelines of a size, `"1"` for none."""
+    trainer = _build(case, out, world_size, size, classes, **overrides)
+    draw_adapters(trainer)
+    return trainer
+
+
+def _build(case, out, world_size, size, classes, **overrides):
     case = dict(case)
     replayed = not case.pop("speculates", False)
     pipeline = {name: case.pop(name) for name in ("pipeline_schedule", "layers_per_stage") if name in case}
@@ -65,8 +80,14 @@ def build(case, out, world_size, size, classes=(ShardedTrainer, StagedTrainer), 
             draft_model.set_vocab(torch.arange(0, 2 * config["draft_vocab_size"], 2))
     if size == "1":
         return classes[0](args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
-    p, _, c = size.partition("x")
+    p, _, c = size.removesuffix("p").partition("x")
     config |= {"pipeline_parallel_size": int(p), "context_parallel_size": int(c or 1), **pipeline}
+    if size.endswith("p"):
+        config["pipeline_replica"] = False
+        if not frozen:
+            # Loaded in parts; a policy that is an object is cut down.
+            config["model_init_kwargs"] = {"dtype": arguments["model"].dtype}
+            arguments["model"] = str(out / case.get("model_type", "llama"))
     return classes[1](args=CoDraftGRPOConfig(**config), draft_model=draft_model, **arguments)
 
 
@@ -74,13 +95,19 @@ def run(case, out, world_size, size):
     """One training run: what it saw at each step, its logs and its final weights."""
     trainer = build(case, out, world_size, size)
     trainer.train()
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    if trainer.draft_model is not None:
-        weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
+    weights = weights_here(trainer)
     window = trainer.args.gradient_accumulation_steps
     seen = {**trainer.seen, "window": window, "logs": trainer.state.log_history, "weights": weights}
     release(trainer)
     return seen
+
+
+def weights_here(trainer):
+    """Weights of policy and draft on this rank."""
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    if trainer.draft_model is not None:
+        weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
+    return weights
 
 
 def release(trainer):

@@ -50,6 +50,7 @@ VALUES = {
     "pipeline_schedule": ("Interleaved1F1B", "Interleaved1F1B", "Interleaved1F1B"),
     "layers_per_stage": ("1 2 2 1", [1, 2, 2, 1], [1, 2, 2, 1]),
     "tap_channel_slots": ("4", 4, 4),
+    "pipeline_replica": ("false", False, False),
 }
 OWN_FIELDS = {spec.name for spec in fields(CoDraftGRPOConfig)} - {spec.name for spec in fields(GRPOConfig)}
 BASE = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
@@ -126,6 +127,7 @@ def test_plain_grpo_config_gets_the_drafts_defaults_without_a_second_post_init(t
         ({"pipeline_parallel_size": 0}, "`pipeline_parallel_size` must be an integer of at least 1"),
         ({"pipeline_schedule": "ZBV"}, r"`pipeline_schedule` must be one of \('GPipe', '1F1B', 'Interleaved1F1B'\)"),
         ({"layers_per_stage": [2, 2]}, "`layers_per_stage` is set with `pipeline_parallel_size=1`"),
+        ({"pipeline_replica": False}, "`pipeline_replica` is set with `pipeline_parallel_size=1`"),
         ({"tap_channel_slots": 4}, "`tap_channel_slots` is set with `pipeline_parallel_size=1`"),
         ({"pipeline_parallel_size": 2, "tap_channel_slots": 0}, "`tap_channel_slots` must be at least 1 or None"),
         ({"pipeline_parallel_size": 2, "layers_per_stage": [1, 1, 1]}, "gives 3 stages to 2 ranks"),
@@ -194,3 +196,21 @@ def test_example_for_accelerate_launch_asks_for_context_parallelism(tmp_path, mo
         monkeypatch.setenv(name, value)
     config = CoDraftGRPOConfig(**settings(tmp_path))
     assert (config.context_parallel_size, config.parallelism_config) == (4, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "whole"),
+    [
+        ({"pipeline_parallel_size": 1}, True),
+        ({"pipeline_parallel_size": 1, "use_vllm": True, "vllm_mode": "server"}, True),
+        ({}, True),
+        ({"use_vllm": True, "vllm_mode": "server"}, False),
+        ({"use_vllm": True, "vllm_mode": "server", "pipeline_replica": True}, True),
+        ({"pipeline_replica": False}, False),
+    ],
+)
+def test_ranks_of_a_pipeline_hold_the_whole_policy_unless_a_server_generates(tmp_path, settings, whole):
+    config = CoDraftGRPOConfig(
+        str(tmp_path), **{"use_cpu": True, "bf16": False, "pipeline_parallel_size": 2, **settings}
+    )
+    assert config.holds_whole_policy is whole

@@ -150,7 +150,7 @@ def test_pretraining_batches_of_rollouts_equal_separate_forwards(tmp_path, monke
     recorded, compared = PolicyRollouts.recorded, []
 
     def compare(self, rollouts, first):
-        ours, theirs = recorded(self, rollouts, first), self.record(rollouts)
+        (ours,), (theirs,) = recorded(self, rollouts, first), self.record(rollouts)
         assert self._trace is not None
         assert torch.equal(ours.input_ids, theirs.input_ids)
         assert torch.equal(ours.trained, theirs.trained)
@@ -161,7 +161,7 @@ def test_pretraining_batches_of_rollouts_equal_separate_forwards(tmp_path, monke
         torch.testing.assert_close(ours.taps[read], theirs.taps[read], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours.last_hidden[read], theirs.last_hidden[read], rtol=1e-4, atol=1e-5)
         compared.append(ours)
-        return ours
+        return [ours]
 
     monkeypatch.setattr(PolicyRollouts, "recorded", compare)
     codraft_trainer(tmp_path, draft_pretrain_steps=9, max_steps=1).train()
@@ -174,10 +174,10 @@ def test_last_token_of_a_rollout_plays_no_part_in_the_loss(tmp_path, monkeypatch
     for value in (0.0, 1e3):
 
         def spoilt(self, rollouts, first, value=value):
-            batch = recorded(self, rollouts, first)
+            (batch,) = recorded(self, rollouts, first)
             last = torch.tensor(batch.layout.doc_lens).cumsum(0) - 1
             batch.taps[last] = batch.last_hidden[last] = value
-            return batch
+            return [batch]
 
         monkeypatch.setattr(PolicyRollouts, "recorded", spoilt)
         trainer = codraft_trainer(tmp_path, draft_pretrain_steps=5, max_steps=1)
