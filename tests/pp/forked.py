@@ -3,6 +3,7 @@ Ranks for the tests of pipelines: plain processes, forked from a script that has
 exit code, error output and time. `python SCRIPT FOLDER` runs a script's `CASES` and leaves `outcomes.pt` there.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from prepared import run_prepared
 
 TESTS = Path(__file__).resolve().parents[1]
 GROUP_TIMEOUT = timedelta(seconds=60)
+SIDE_BY_SIDE = 4
 
 
 @dataclass
@@ -81,6 +83,12 @@ def _run_rank(target, rank, world_size, folder, arguments):
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def side_by_side(run, runs):
+    """`{arguments: run(*arguments)}` of runs that spend most of their time in waiting; the longest should be first."""
+    with multiprocessing.get_context("fork").Pool(SIDE_BY_SIDE) as pool:
+        return dict(zip(runs, pool.starmap(run, runs, chunksize=1), strict=True))
 
 
 def run_script(script, folder, *arguments, timeout=240):

@@ -3,20 +3,18 @@ Ranks of `test_tap_faults.py`: `python tap_fault_worker.py FOLDER` lets one of t
 fault, on each transport. Stages 0 and 1 are sources, stage 2 is the draft's; the culprit is rank 0 unless the fault's name says so.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from channel_cases import TRANSPORTS, make_channel, mixed_plan, require_values, run_step
-from forked import fork_ranks
+from forked import fork_ranks, side_by_side
 
 from trl_codraft.pp import Tap
 from trl_codraft.pp.message import HEADER_BYTES
@@ -177,24 +175,17 @@ FAULTS = {
 STALLED = {"stalled source": 0, "stalled sink (rank 2)": 2, "never joins": 0}
 
 
-# Runs side by side: most of their time is spent in waiting.
-SIDE_BY_SIDE = 4
-
-
 def run_rank(rank, world_size, transport, fault):
     group = dist.new_group(list(range(world_size)), backend="gloo")
     FAULTS[fault](rank, group, transport)
 
 
-def run_fault(folder, transport, fault):
+def run_fault(transport, fault):
     place, stalled = folder / transport / fault, STALLED.get(fault)
     return fork_ranks(run_rank, NUM_RANKS, place, transport, fault, timeout=60, stalled=stalled)
 
 
 if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    # The longest first.
+    folder = Path(sys.argv[1])
     runs = sorted(product(TRANSPORTS, sys.argv[2:] or FAULTS), key=lambda run: run[1] not in STALLED)
-    with multiprocessing.get_context("fork").Pool(SIDE_BY_SIDE) as pool:
-        results = pool.starmap(partial(run_fault, out), runs, chunksize=1)
-    torch.save(dict(zip(runs, results, strict=True)), out / "outcomes.pt")
+    torch.save(side_by_side(run_fault, runs), folder / "outcomes.pt")

@@ -1,17 +1,15 @@
 """The tap channel between processes, over both transports: what arrives, when, and what it refuses."""
 
 import copy
-import os
 import pickle
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from forked import TESTS, run_script, succeeded
+from prepared import run_prepared
 
 from trl_codraft.pp import GlooTransport, TapChannel
 
@@ -124,9 +122,8 @@ def test_gloo_transport_refuses_other_backends(monkeypatch):
 
 
 def soak(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
-    command = [sys.executable, str(Path(TESTS.parent, "benchmarks", "tap_soak.py")), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    script = TESTS.parent / "benchmarks" / "tap_soak.py"
+    done = run_prepared(script, *arguments, paths=[TESTS.parent], timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.count("every tap right")
 
