@@ -115,6 +115,8 @@ class CoDraftGRPOConfig(GRPOConfig):
             Whether every rank holds the whole policy, which rolls out, scores and evaluates. `False`: a rank loads and holds
             its own stages alone, scores and evaluates in the pipeline, and needs rollouts from elsewhere (a vLLM server or
             a `rollout_func`). If `None`, `False` with a vLLM server and `True` otherwise.
+        pipeline_shard_optimizer (`bool`, *optional*, defaults to `False`):
+            Whether the ranks that hold the same stage share its optimizer state (ZeRO, stage 1). Needs several pipelines.
         tap_channel_slots (`int`, *optional*):
             Landing slots per lane of the tap channel. If `None`, the smallest safe number plus one.
     """
@@ -221,6 +223,9 @@ class CoDraftGRPOConfig(GRPOConfig):
     pipeline_replica: bool | None = field(
         default=None,
         metadata={"help": "Whether every rank holds the whole policy. None: not if a vLLM server generates."},
+    )
+    pipeline_shard_optimizer: bool = field(
+        default=False, metadata={"help": "Whether ranks that hold the same stage share its optimizer state."}
     )
     tap_channel_slots: int | None = field(
         default=None, metadata={"help": "Landing slots per lane of the tap channel. If None, one more than needed."}
@@ -370,8 +375,9 @@ class CoDraftGRPOConfig(GRPOConfig):
         if self.pipeline_schedule not in SCHEDULES:
             raise ValueError(f"`pipeline_schedule` must be one of {SCHEDULES}, got {self.pipeline_schedule!r}.")
         if size == 1:
-            for name in ("layers_per_stage", "tap_channel_slots", "pipeline_replica"):
-                if getattr(self, name) is not None:
+            unset = {"layers_per_stage": None, "tap_channel_slots": None, "pipeline_replica": None}
+            for name, default in {**unset, "pipeline_shard_optimizer": False}.items():
+                if getattr(self, name) is not default:
                     raise ValueError(f"`{name}` is set with `pipeline_parallel_size=1`. Drop it, or set that too.")
             return
         if self.fp16:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_peft_model
 from safetensors.torch import save_file
 from transformers import Trainer
@@ -18,6 +19,7 @@ from .group import attributes_set
 from .pipelined_loss import Pipelining
 from .pp import (
     PolicyStage,
+    SharedOptimizer,
     WholeStream,
     has_stage_files,
     load_optimizer,
@@ -105,9 +107,10 @@ class PipelineCheckpoints(Trainer):
             if self.args.should_save:
                 remove_stage_files(output_dir)
             return
-        if self.pipelining.saves:
+        optimizer = self._own_optimizer()
+        if self.pipelining.saves or isinstance(optimizer, SharedOptimizer):
             save_optimizer(
-                self.optimizer,
+                optimizer,
                 self.pipelining.stages,
                 output_dir,
                 self.pipelining.host_group,
@@ -127,11 +130,16 @@ class PipelineCheckpoints(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         stages = [PolicyStage(base_policy(self.model), 0, 1)] if self.pipelining is None else self.pipelining.stages
+        optimizer = self._own_optimizer()
         if staged:
-            load_optimizer(self.optimizer, stages, folder)
+            load_optimizer(optimizer, stages, folder)
         else:
-            load_whole_optimizer(self.optimizer, stages, folder / OPTIMIZER_NAME, self._names_in_whole_optimizer())
+            load_whole_optimizer(optimizer, stages, folder / OPTIMIZER_NAME, self._names_in_whole_optimizer())
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True))
+
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """Without Accelerate's wrapper."""
+        return self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
 
     def _names_in_whole_optimizer(self) -> list[list[str]]:
         """

@@ -59,6 +59,7 @@ SETTINGS = (
     "pipeline_schedule",
     "layers_per_stage",
     "pipeline_replica",
+    "pipeline_shard_optimizer",
     "tap_channel_slots",
     "use_draft",
     "draft_train",
@@ -132,6 +133,10 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer", parts: PolicyParts | None
         sends_embedding=parts is not None and _embedding_moves(trainer, groups.host),
     )
     trainer.join_pipeline(groups.loss, pipelining)
+    if args.pipeline_shard_optimizer and dist.get_world_size(groups.holders) == 1 and accelerator.is_main_process:
+        logger.warning(
+            "`pipeline_shard_optimizer=True` has no effect: with one pipeline, no two ranks hold the same stage."
+        )
     if parts is not None and args.use_vllm:
         trainer.vllm_generation.push_parts(groups.pipeline if groups.saves else None)
 
@@ -306,6 +311,7 @@ def _announce_plan(
             schedule=args.pipeline_schedule,
             tap_layers=trainer.recorder.tap_layers if _draft_learns(args) else (),
             gradient_checkpointing=args.gradient_checkpointing,
+            state_sharers=args.world_size // size if args.pipeline_shard_optimizer else 1,
             draft_bytes=draft_bytes,
             draft_everywhere=True,
             replica=parts is None,

@@ -25,7 +25,16 @@ from .grouped_loss import GroupedLoss
 from .modeling.taps import TapRecorder
 from .pipeline_part import PolicyParts
 from .pipeline_rows import Job, StepRows
-from .pp import Pipeline, PolicyReplica, Shard, StageView, clip_grad_norm, reduce_gradients, send_embedding
+from .pp import (
+    Pipeline,
+    PolicyReplica,
+    Shard,
+    StageView,
+    clip_grad_norm,
+    reduce_gradients,
+    send_embedding,
+    shard_optimizer,
+)
 
 
 class StagedModel(NamedTuple):
@@ -343,8 +352,22 @@ class PipelinedLoss(GroupedLoss):
         optimizer = super().create_optimizer(model)
         if self.pipelining is not None and not isinstance(optimizer, AcceleratedOptimizer):
             # In a second run of the same trainer it is wrapped, and has the hook.
+            if self.args.pipeline_shard_optimizer and dist.get_world_size(self.pipelining.holders) > 1:
+                optimizer = self.optimizer = self._share_state(optimizer)
             optimizer.register_step_post_hook(self._send_what_changed)
         return optimizer
+
+    def _share_state(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same with its state split over the ranks that hold the same stages."""
+        kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        if type(optimizer) is not kind or {"params", "model", "optimizer_dict"} & settings.keys():
+            raise ValueError(
+                f"`pipeline_shard_optimizer=True` does not know how to make parts of this {type(optimizer).__name__}. Choose "
+                "it with `optim` or `optimizer_cls_and_kwargs`, without settings by layer, or set "
+                "`pipeline_shard_optimizer=False`."
+            )
+        stages, holders = self.pipelining.stages, self.pipelining.holders
+        return shard_optimizer(optimizer, lambda groups: kind(groups, **settings), stages, holders)
 
     def _send_what_changed(self, optimizer, args, kwargs) -> None:
         if self.pipelining.replica is not None:

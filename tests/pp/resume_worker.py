@@ -1,7 +1,7 @@
 """
 Ranks of `test_pp_resume.py`: `python resume_worker.py OUT WORLD_SIZE PAIRS` trains under the first size of each pair
-(`2-1,1-2p`: ranks per pipeline, 1 for none, a `p` if no rank has the whole policy), saving on the way, and continues from
-there under the second.
+(`2-1,1-2p`: ranks per pipeline, 1 for none, a `p` if no rank has the whole policy, a `z` before it if ranks share the state of
+the optimizer), saving on the way, and continues from there under the second.
 """
 
 import shutil
@@ -58,12 +58,17 @@ def trained(out, world_size, size, lora, resume_from=None, **config):
     case = {"max_steps": LAST, "save_strategy": "steps", "save_steps": SAVED, "dtype": "float32", **config}
     case |= {"lora": True, "learning_rate": 0.5} if lora else {}
     classes = PlainMomentum, StagedMomentum
-    trainer = build(case, out, world_size, size, classes, rollout_func=RolloutsOfStep())
+    case |= {"pipeline_shard_optimizer": True} if "z" in size else {}
+    trainer = build(case, out, world_size, size.replace("z", ""), classes, rollout_func=RolloutsOfStep())
     trainer.train(resume_from_checkpoint=resume_from)
+    optimizer = trainer.optimizer.optimizer
+    if "z" in size:
+        assert not optimizer.state
+        optimizer = optimizer.optim
     momenta = {
-        name: trainer.optimizer.state[parameter]["momentum_buffer"].clone()
+        name: optimizer.state[parameter]["momentum_buffer"].clone()
         for name, parameter in trainer.model.named_parameters()
-        if parameter in trainer.optimizer.state
+        if parameter in optimizer.state
     }
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}

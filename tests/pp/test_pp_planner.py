@@ -134,3 +134,17 @@ def test_experts_whose_kernel_has_no_fake_form_are_refused_by_name():
     # As of torch 2.13: grouped matrix products of fp32.
     with pytest.raises(PlanUnavailable, match="MixtralForCausalLM saves cannot be counted without running it"):
         plan_memory(tiny_policy("mixtral"), (2, 2), num_ranks=2, **SIZES)
+
+
+def test_shared_state_is_divided_by_the_ranks_that_share_it():
+    policy = tiny_policy("llama")
+    alone, shared = (plan_memory(policy, (3, 1), num_ranks=2, state_sharers=count, **SIZES) for count in (1, 4))
+    for one, four in zip(alone.ranks, shared.ranks, strict=True):
+        assert four.optimizer == one.optimizer / 4
+        assert four.gradients == one.gradients
+
+
+def test_the_table_shows_small_policies_in_a_unit_that_shows_them():
+    table = plan_memory(tiny_policy("llama"), (3, 1), num_ranks=2, **SIZES).table()
+    assert "MiB per rank" in table
+    assert all(float(row.split()[-1]) > 0 for row in table.splitlines()[1:3])

@@ -13,6 +13,7 @@ from trl_codraft import pipeline_group
 from trl_codraft.context_group import require_divisible_world
 from trl_codraft.pipeline_group import hidden_dtype, unsupported_in_stages
 from trl_codraft.pipeline_part import layers_of_stages
+from trl_codraft.pipelined_loss import PipelinedLoss
 from trl_codraft.pp import Shard, StageView
 from trl_codraft.pp.view import plain_forward
 
@@ -218,7 +219,7 @@ def test_the_dtype_between_stages_is_that_of_the_residual_stream(dtype):
 @pytest.mark.parametrize(("context", "columns"), [(1, 10), (4, 3)])
 @pytest.mark.parametrize("learns", [True, False])
 def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch):
-    """Columns of a shard, and taps only where a draft learns from them."""
+    """Columns of a shard, taps only where a draft learns from them, state that ranks share."""
     planned = {}
     monkeypatch.setattr(pipeline_group, "plan_memory", lambda *arguments, **sizes: planned.update(sizes))
     args = SimpleNamespace(
@@ -229,6 +230,8 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
         max_completion_length=10,
         pipeline_schedule="1F1B",
         gradient_checkpointing=False,
+        pipeline_shard_optimizer=learns,
+        world_size=8,
         use_draft=True,
         draft_train=learns,
     )
@@ -240,7 +243,22 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
         accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
     )
     pipeline_group._announce_plan(trainer, LAYERS)
+    assert planned["state_sharers"] == (4 if learns else 1)
     assert planned["columns"] == columns
     assert planned["num_microbatches"] == 3 * 2 * context
     assert planned["tap_layers"] == ((0, 2) if learns else ())
     assert planned["draft_bytes"] == 5 * 6 * 4
+
+
+def test_an_optimizer_of_an_unknown_kind_is_not_shared():
+    policy = nn.Linear(2, 2)
+    trainer = SimpleNamespace(
+        args=None,
+        model=policy,
+        optimizer_cls_and_kwargs=None,
+        get_optimizer_cls_and_kwargs=lambda args, model: (torch.optim.AdamW, {}),
+    )
+    with pytest.raises(
+        ValueError, match="does not know how to make parts of this SGD.*pipeline_shard_optimizer=False"
+    ):
+        PipelinedLoss._share_state(trainer, torch.optim.SGD(policy.parameters(), lr=0.1))

@@ -6,10 +6,12 @@ from group.forked_ranks import run_script
 
 
 TOLERANCE = (1e-4, 1e-6)
-# World size, pairs of sizes: ranks per pipeline when saving and when resuming, `p` where no rank has the whole policy.
+# World size, pairs of sizes: ranks per pipeline when saving and when resuming, `p` where no rank has the whole policy, `z`
+# where ranks share the optimizer's state.
 RUNS = {
     "2 ranks": (2, ["2-2", "2-1", "1-2", "1-2p", "2p-1"], 280),
     "2 ranks, others": (2, ["1-1", "2p-2p", "2p-2", "2-2p"], 280),
+    "4 ranks, shared state": (4, ["2zp-2zp", "2zp-1", "1-2zp", "2z-4p", "2-2z", "2zx2p-2"], 900),
     "4 ranks": (4, ["2-2", "2-1", "2-4", "1-2", "1-1", "1-4", "2p-4p", "4p-2p", "4p-1", "1-4p", "2x2p-2p"], 900),
 }
 
@@ -85,3 +87,22 @@ def test_a_checkpoint_holds_the_whole_policy_and_a_file_of_optimizer_state_per_s
         "optimizer-00002-of-00002.pt",
     ]
     assert "adapter_model.safetensors" in runs("2 ranks")[0]["files", "2", True]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_ranks_that_share_a_stage_have_the_momenta_of_it_between_them(runs):
+    ranks = runs("4 ranks, shared state")
+    plain = ranks[0]["1", False, None]["momenta"]
+    shared = [rank["2zp", False, None]["momenta"] for rank in ranks]
+    assert sum(len(momenta) for momenta in shared) == len(plain)
+    sizes = [sum(momentum.numel() for momentum in momenta.values()) for momenta in shared]
+    # Of each stage its two ranks have a half, as far as whole parameters allow.
+    for one, other in ((0, 2), (1, 3)):
+        largest = max(momentum.numel() for rank in (one, other) for momentum in shared[rank].values())
+        assert abs(sizes[one] - sizes[other]) <= largest
+    for momenta in shared:
+        for name, momentum in momenta.items():
+            assert_close(momentum, plain[name], TOLERANCE, name)
+    files = ranks[0]["files", "2zp", False]
+    assert sum(name.startswith("optimizer-") for name in files) == 4

@@ -51,6 +51,7 @@ VALUES = {
     "layers_per_stage": ("1 2 2 1", [1, 2, 2, 1], [1, 2, 2, 1]),
     "tap_channel_slots": ("4", 4, 4),
     "pipeline_replica": ("false", False, False),
+    "pipeline_shard_optimizer": ("true", True, True),
 }
 OWN_FIELDS = {spec.name for spec in fields(CoDraftGRPOConfig)} - {spec.name for spec in fields(GRPOConfig)}
 BASE = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
@@ -128,6 +129,7 @@ def test_plain_grpo_config_gets_the_drafts_defaults_without_a_second_post_init(t
         ({"pipeline_schedule": "ZBV"}, r"`pipeline_schedule` must be one of \('GPipe', '1F1B', 'Interleaved1F1B'\)"),
         ({"layers_per_stage": [2, 2]}, "`layers_per_stage` is set with `pipeline_parallel_size=1`"),
         ({"pipeline_replica": False}, "`pipeline_replica` is set with `pipeline_parallel_size=1`"),
+        ({"pipeline_shard_optimizer": True}, "`pipeline_shard_optimizer` is set with `pipeline_parallel_size=1`"),
         ({"tap_channel_slots": 4}, "`tap_channel_slots` is set with `pipeline_parallel_size=1`"),
         ({"pipeline_parallel_size": 2, "tap_channel_slots": 0}, "`tap_channel_slots` must be at least 1 or None"),
         ({"pipeline_parallel_size": 2, "layers_per_stage": [1, 1, 1]}, "gives 3 stages to 2 ranks"),

@@ -23,6 +23,7 @@ from .replica import PolicyReplica
 from .rows import Rows, pad_microbatches
 from .schedule import Microbatch, Pipeline
 from .shared_memory import SharedMemoryTransport
+from .shared_optimizer import SharedOptimizer, shard_optimizer
 from .split import (
     PolicyStage,
     balance_layers,
@@ -51,6 +52,7 @@ __all__ = [
     "Rows",
     "Shard",
     "SharedMemoryTransport",
+    "SharedOptimizer",
     "StageContext",
     "StageView",
     "Tap",
@@ -81,6 +83,7 @@ __all__ = [
     "save_policy",
     "schedule_order",
     "send_embedding",
+    "shard_optimizer",
     "split_policy",
     "sum_tied_gradients",
     "two_layer_copy",

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from .shared_optimizer import SharedOptimizer
 from .split import PolicyStage
 
 
@@ -116,8 +117,9 @@ def save_optimizer(
 
     Args:
         optimizer (`torch.optim.Optimizer`):
-            Of this rank's stages, or of the policy that they are views of. Its state has to be its own (not that of
-            `ZeroRedundancyOptimizer`, which keeps a part).
+            Of this rank's stages, or of the policy that they are views of. A [`SharedOptimizer`] keeps a part of the
+            state on each of its ranks: all of them call this, each in its pipeline, and there is a file for each of them and
+            each stage.
         stages, folder, group, timeout:
             As in [`save_policy`].
 
@@ -128,28 +130,34 @@ def save_optimizer(
     _meet(group, "save_optimizer", timeout)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # Which part of a stage's state this rank has, of how many.
+    part, num_parts = 0, 1
+    shown = optimizer.param_groups
+    if isinstance(optimizer, SharedOptimizer):
+        # Settings are those that it shows: its part takes them over in a step only.
+        part, num_parts, optimizer = optimizer.rank, optimizer.world_size, optimizer.optim
     names = _names_of(optimizer, stages)
     own = {name: stage.index for stage in stages for name, _ in stage.named_own_parameters()}
     contents: dict[int, dict[str, Any]] = {stage.index: {"state": {}, "settings": {}} for stage in stages}
-    for settings in optimizer.param_groups:
-        for parameter in settings["params"]:
+    for settings, members in zip(shown, optimizer.param_groups, strict=True):
+        for parameter in members["params"]:
             name = names[parameter]
             if name in own:  # not the copy of a tied embedding, which is the same as on the first stage
                 content = contents[own[name]]
                 content["settings"][name] = {key: value for key, value in settings.items() if key != "params"}
                 if parameter in optimizer.state:
                     content["state"][name] = dict(optimizer.state[parameter])
-    num_stages = stages[0].num_stages
+    num_files = stages[0].num_stages * num_parts
     for index, content in contents.items():
-        torch.save(content, folder / OPTIMIZER_FILES.format(index + 1, num_stages))
-    if dist.get_rank(group) == 0:
-        _remove(folder, ALL_OPTIMIZER_FILES, {OPTIMIZER_FILES.format(i + 1, num_stages) for i in range(num_stages)})
+        torch.save(content, folder / OPTIMIZER_FILES.format(index * num_parts + part + 1, num_files))
+    if dist.get_rank(group) == 0 and part == 0:
+        _remove(folder, ALL_OPTIMIZER_FILES, {OPTIMIZER_FILES.format(i + 1, num_files) for i in range(num_files)})
     _meet(group, "save_optimizer", timeout)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, stages: Sequence[PolicyStage], folder: str | os.PathLike) -> None:
     """
-    Reads what [`save_optimizer`] wrote, under this or another number of stages. Not collective.
+    Reads what [`save_optimizer`] wrote, under this or another number of stages, in parts or not. Not collective.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
@@ -223,6 +231,9 @@ def _apply(
     Gives an optimizer the saved settings of its parameters, by name, and the state of those that these stages train: with
     stages that are views of a whole policy it may have others too.
     """
+    shared = optimizer if isinstance(optimizer, SharedOptimizer) else None
+    if shared is not None:
+        optimizer = shared.optim
     names = _names_of(optimizer, stages)
     trained = {parameter for stage in stages for _, parameter in stage.named_own_parameters()}
     trained |= {stage.tied_copy for stage in stages} - {None}
@@ -252,6 +263,10 @@ def _apply(
                     for key, value in state[name].items()
                 }
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    if shared is not None:
+        # What it shows, and hands to its part in every step.
+        for shown, group in zip(shared.param_groups, optimizer.param_groups, strict=True):
+            shown.update({key: value for key, value in group.items() if key != "params"})
 
 
 def _read_optimizer(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:

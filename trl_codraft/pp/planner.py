@@ -27,7 +27,8 @@ from .split import two_layer_config
 ADVICE = {
     "weights": "raise `pipeline_parallel_size`, load the policy in bf16, or train adapters (LoRA)",
     "gradients": "raise `pipeline_parallel_size` or train adapters (LoRA)",
-    "optimizer": "raise `pipeline_parallel_size`, train adapters (LoRA), or choose an optimizer with less state",
+    "optimizer": "set `pipeline_shard_optimizer=True`, raise `pipeline_parallel_size`, train adapters (LoRA), or choose an "
+    "optimizer with less state",
     "activations": "set `gradient_checkpointing=True`, lower `per_device_train_batch_size`, raise "
     "`context_parallel_size`, or use the 1F1B schedule",
     "taps": "tap fewer layers, or lower `gradient_accumulation_steps` or `per_device_train_batch_size`",
@@ -83,12 +84,13 @@ class PipelineMemory:
     bubble: float
 
     def table(self) -> str:
-        """In GiB, a row per rank; the bubble below."""
+        """In GiB, or MiB where that is little, a row per rank; the bubble below."""
         names = [field.name for field in fields(RankMemory)] + ["total"]
+        unit, size = ("GiB", 2**30) if max(memory.total for memory in self.ranks) >= 2**30 else ("MiB", 2**20)
         lines = ["rank " + " ".join(f"{name:>11}" for name in names)]
         for rank, memory in enumerate(self.ranks):
-            lines.append(f"{rank:>4} " + " ".join(f"{getattr(memory, name) / 2**30:>11.2f}" for name in names))
-        return "\n".join([*lines, f"GiB per rank; bubble {self.bubble:.1%}"])
+            lines.append(f"{rank:>4} " + " ".join(f"{getattr(memory, name) / size:>11.2f}" for name in names))
+        return "\n".join([*lines, f"{unit} per rank; bubble {self.bubble:.1%}"])
 
 
 def bubble_share(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> float:
@@ -118,6 +120,7 @@ def plan_memory(
     tap_layers: Sequence[int] = (),
     gradient_checkpointing: bool = False,
     states_per_parameter: int = 2,
+    state_sharers: int = 1,
     draft_bytes: int = 0,
     draft_everywhere: bool = False,
     replica: bool = True,
@@ -140,6 +143,8 @@ def plan_memory(
             Whether layers keep their inputs only.
         states_per_parameter (`int`, *optional*, defaults to `2`):
             Tensors that the optimizer keeps for a trained one: 2 for AdamW.
+        state_sharers (`int`, *optional*, defaults to `1`):
+            Ranks that share the optimizer's state of a stage: see [`SharedOptimizer`].
         draft_bytes (`int`, *optional*, defaults to `0`):
             The draft with its optimizer state and what its training takes.
         draft_everywhere (`bool`, *optional*, defaults to `False`):
@@ -184,7 +189,7 @@ def plan_memory(
             RankMemory(
                 weights=weights[rank],
                 gradients=trained[rank],
-                optimizer=states_per_parameter * trained[rank],
+                optimizer=-(-states_per_parameter * trained[rank] // state_sharers),
                 activations=_peak(order, rank, kept) + max(extra[stage] for stage in stages) + travelling,
                 taps=taps[rank],
                 draft=draft_bytes if draft_everywhere or rank == (num_stages - 1) % num_ranks else 0,
