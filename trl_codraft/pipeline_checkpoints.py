@@ -1,7 +1,7 @@
 """
 Checkpoints of a pipeline. The optimizer's state is in a file per stage, by parameter name, so that a run resumes under
 another number of stages, or without. A policy that is whole on every rank is saved as always; one that no rank has whole is
-written and read by stages, into the same files.
+written and read by stages, into the same files; one whose weights have other names on disk is read as Transformers loads it.
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_peft_model
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -80,23 +81,36 @@ class PipelineCheckpoints(Trainer):
                 save_file(whole, place / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not self._in_parts or is_peft_model(self.model):
+        if self._reads_anew(resume_from_checkpoint):
+            self._read_policy(resume_from_checkpoint)
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
+
+    def _load_best_model(self) -> None:
+        if self._reads_anew(self.state.best_model_checkpoint):
+            self._read_policy(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _reads_anew(self, folder: str) -> bool:
+        """
+        Whether a checkpoint has to be read as `from_pretrained` reads it. Transformers, when a run resumes or takes its best
+        model, leaves weights as they are whose names on disk are others than in memory, as those of experts, and warns.
+        """
+        if is_peft_model(self.model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        return self._in_parts or bool(_names_on_disk(Path(folder)) - base_policy(self.model).state_dict().keys())
+
+    def _read_policy(self, folder: str) -> None:
         policy = base_policy(self.model)
         dtypes = {parameter.dtype for parameter in policy.parameters()}
         # Of several, one that all of them fit into.
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        saved = load_part(type(policy), resume_from_checkpoint, self.pipelining.parts.cut, dtype=dtype)
+        keep = self.pipelining.parts.cut if self._in_parts else lambda whole: []
+        saved = load_part(type(policy), folder, keep, dtype=dtype)
         with torch.no_grad():
             for own, theirs in zip(policy.parameters(), saved.parameters(), strict=True):
                 own.copy_(theirs)
-
-    def _load_best_model(self) -> None:
-        if self._in_parts and not is_peft_model(self.model):
-            self._load_from_checkpoint(self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
 
     # The optimizer
 
@@ -161,3 +175,12 @@ class PipelineCheckpoints(Trainer):
         by_stage = {index: names for part in by_rank for index, names in part.items()}
         in_order = [pair for index in sorted(by_stage) for pair in by_stage[index]]
         return [[name for name, is_decayed in in_order if is_decayed == wanted] for wanted in (True, False)]
+
+
+def _names_on_disk(folder: Path) -> set[str]:
+    """Names of the tensors of a policy in a checkpoint."""
+    names: set[str] = set()
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    return names

@@ -51,6 +51,5 @@ SERVED_CASES = {
     "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
     "tied, no draft": {"model_type": "tied", "use_draft": False},
     "lora": {"lora": True},
-    # Transformers itself does not find the experts again in what it saved, when it loads the best model.
-    "experts": {"model_type": "mixtral", "router_aux_loss_coef": 0.0, "load_best_model_at_end": False},
+    "experts": {"model_type": "mixtral", "router_aux_loss_coef": 0.0},
 }

@@ -7,7 +7,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from grpo_runs import codraft_trainer, plain_trainer, policy_logs, prompt_dataset, weights
-from transformers import TrainerCallback
+from tiny import tiny_policy
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_codraft import Eagle3DraftModel, validate_draft
 
@@ -53,6 +54,24 @@ def test_resumed_run_equals_the_uninterrupted_one(whole_run, tmp_path):
     assert [entry["draft/loss"] for entry in resumed.state.log_history[:-1]] == [
         entry["draft/loss"] for entry in whole_run.state.log_history[:-1]
     ]
+
+
+def test_experts_resume_and_return_to_the_best_model(tmp_path):
+    """On disk they have other names; Transformers resumes with the experts that the policy was made with, and a warning."""
+    config = {"router_aux_loss_coef": 0.0, "learning_rate": 0.1, **SAVING}
+    whole = codraft_trainer(tmp_path / "whole", tiny_policy("mixtral"), **config)
+    whole.train()
+    resumed = codraft_trainer(tmp_path / "resumed", tiny_policy("mixtral", seed=1), **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    expected = weights(whole)
+    assert any("experts" in name for name in expected)
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, expected[name]), name
+    resumed.state.best_model_checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    resumed._load_best_model()
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-2").state_dict()
+    for name, value in weights(resumed).items():
+        assert torch.equal(value, best[name]), name
 
 
 def test_checkpoint_holds_a_valid_draft(whole_run):
