@@ -285,8 +285,8 @@ def share_memory(group: dist.ProcessGroup) -> bool:
 
 
 def _draft_learns(args: CoDraftGRPOConfig) -> bool:
-    """Whether a draft needs taps in training steps."""
-    return args.use_draft and args.draft_train
+    """Whether a draft needs taps of the pipeline: in training steps, or where no rank has the whole policy before them."""
+    return args.use_draft and (args.draft_train or (args.draft_pretrain_steps > 0 and not args.holds_whole_policy))
 
 
 def _announce_plan(

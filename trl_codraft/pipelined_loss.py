@@ -185,8 +185,8 @@ class PipelinedLoss(GroupedLoss):
 
     def _run_pipeline(self, jobs: list[Job]) -> list[Scores]:
         """One step of the schedule; the scores of each microbatch, without graph, on every rank."""
-        pipeline = self.pipelining.pipeline
-        with self._running(self.pipelining.policy.rows_of(jobs), for_draft=True) as rows:
+        pipeline, learns = self.pipelining.pipeline, self.args.draft_train
+        with self._running(self.pipelining.policy.rows_of(jobs), for_draft=learns) as rows:
             kept = self._empty_scores(jobs)
 
             def loss(number, output):
@@ -194,7 +194,7 @@ class PipelinedLoss(GroupedLoss):
                 kept[number].copy_(torch.stack([scores.log_probs, scores.entropies]).detach())
                 return self._loss_of_job(jobs[number], scores)
 
-            pipeline.step(rows.inputs(), loss, rows.tap_shapes())
+            pipeline.step(rows.inputs(), loss, rows.tap_shapes(), with_taps=learns)
             self._take_taps(jobs, rows)
         return self._share_scores(kept)
 

@@ -234,6 +234,8 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
         world_size=8,
         use_draft=True,
         draft_train=learns,
+        draft_pretrain_steps=4,
+        holds_whole_policy=True,
     )
     trainer = SimpleNamespace(
         args=args,

@@ -97,6 +97,8 @@ class Pipeline:
         microbatches: Sequence[Microbatch],
         loss: Callable[[int, torch.Tensor], torch.Tensor],
         tap_shapes: Sequence[tuple[int, int]] | None = None,
+        *,
+        with_taps: bool = True,
     ) -> list[torch.Tensor]:
         """
         Forward and backward of all microbatches. Collective in the group. With a channel, the taps of every microbatch
@@ -111,6 +113,8 @@ class Pipeline:
                 the last stage only, in the order of the microbatches.
             tap_shapes (`Sequence[tuple[int, int]]`, *optional*):
                 Leading dimensions of the taps of each microbatch, where layers run on a part of `(B, S)`.
+            with_taps (`bool`, *optional*, defaults to `True`):
+                Whether the channel, if there is one, carries the taps.
 
         Returns:
             `list[torch.Tensor]`: the losses, detached, by microbatch; empty on ranks without the last stage.
@@ -119,6 +123,7 @@ class Pipeline:
             ValueError: if the microbatches do not fit together or are too few for the schedule.
         """
         losses: list[torch.Tensor] = []
+        channel = self.channel if with_taps else None
         with self._poisoning():
             inputs, named = self._arrange(microbatches)
             shape = tuple(microbatches[0]["input_ids"].shape)
@@ -127,11 +132,11 @@ class Pipeline:
             # The microbatch of a loss is found by its rows: torch does not say which one it is.
             rows = torch.arange(len(microbatches) * shape[0])
             self._loss = loss
-            if self.channel is not None:
-                self.channel.begin_step([shape] * len(microbatches) if tap_shapes is None else tap_shapes)
+            if channel is not None:
+                channel.begin_step([shape] * len(microbatches) if tap_shapes is None else tap_shapes)
             prepared.schedule.step(*inputs, target=rows, losses=losses, return_outputs=False, **named)
-            if self.channel is not None:
-                self.channel.end_step()
+            if channel is not None:
+                channel.end_step()
             prepared.clear()
         # It holds on to what the caller keeps of the microbatches.
         self._loss = None
