@@ -28,7 +28,7 @@ from .modeling.disk_config import (
     server_default_tap_layers,
 )
 from .modeling.draft_folder import CONFIG_NAME, read_config, read_tensors
-from .modeling.taps import PassThrough
+from .modeling.taps import is_elsewhere
 
 
 NOTE = "note: "
@@ -370,7 +370,7 @@ def _check_policy_model(tensors: Mapping[str, torch.Tensor], policy: nn.Module) 
             check_embedding(embedding, policy)
         except ValueError as error:
             yield str(error)
-    if isinstance(policy.get_output_embeddings(), PassThrough):
+    if is_elsewhere(policy.get_output_embeddings()):
         return
     head, own = tensors.get("lm_head.weight"), policy.get_output_embeddings().weight
     if head is None or head.shape != own.shape or isinstance(own, DTensor):

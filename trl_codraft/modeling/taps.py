@@ -20,6 +20,11 @@ class PassThrough(nn.Module):
         return hidden
 
 
+def is_elsewhere(module: nn.Module) -> bool:
+    """Whether another stage of a pipeline owns a module, perhaps one that PEFT has wrapped (`modules_to_save`)."""
+    return any(isinstance(part, PassThrough) for part in module.modules())
+
+
 def decoder_of(policy: nn.Module) -> nn.Module:
     """
     The decoder stack of a causal language model: the module that owns `.layers` and returns `last_hidden_state`.
