@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tiny import tiny_policy
 from torch import nn
 from transformers import core_model_loading
 
-from trl_codraft.pp import PolicyStage, keep_stages, load_part
+from trl_codraft.pp import PolicyStage, StageView, keep_stages, load_part, save_policy
 
 
 LAYERS = (1, 2, 1)
@@ -76,6 +77,8 @@ def test_a_tied_embedding_is_on_the_first_and_the_last_part(tmp_path):
     assert last.lm_head.weight is last.model.embed_tokens.weight
     assert last.lm_head.weight.requires_grad
     assert not any("embed" in name for name, _ in middle.named_parameters())
+    # What TRL does to the head (`cast_lm_head_to_fp32`) it does to both.
+    assert first.lm_head.weight is first.model.embed_tokens.weight
 
 
 def test_what_other_stages_own_is_not_read(tmp_path, monkeypatch):
@@ -132,3 +135,30 @@ def test_an_object_is_cut_down_in_place():
     assert len(policy.model.layers) == 4
     assert not list(policy.model.layers[3].parameters())
     assert isinstance(policy.model.embed_tokens, nn.Embedding)
+
+
+def test_buffers_that_checkpoints_hold_are_saved_with_their_stages(tmp_path):
+    sizes = {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    policy = tiny_policy("glm4_moe", moe_intermediate_size=16, **sizes)
+    buffers = {name: buffer for name, buffer in policy.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert len(buffers) == 3
+    for number, buffer in enumerate(buffers.values(), 1):
+        buffer.fill_(number)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save_policy([StageView(policy, LAYERS, stage) for stage in range(3)], tmp_path, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    saved = type(policy).from_pretrained(tmp_path)
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], tensor), name
+    for stage in range(3):
+        own = dict(PolicyStage(part_of(policy, tmp_path, (stage,)), stage, 3).named_own_buffers())
+        assert own.keys() == dict(StageView(policy, LAYERS, stage).named_own_buffers()).keys()
+        assert all(torch.equal(tensor, buffers[name]) for name, tensor in own.items())

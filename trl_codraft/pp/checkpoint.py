@@ -53,7 +53,7 @@ def save_policy(
         ValueError: on all ranks alike, if the stages together are not a plain policy, such as one with adapters.
     """
     _meet(group, "save_policy", timeout)
-    own = {stage.index: dict(stage.named_own_parameters()) for stage in stages}
+    own = {stage.index: {**dict(stage.named_own_parameters()), **dict(stage.named_own_buffers())} for stage in stages}
     policy, num_stages = stages[0].policy, stages[0].num_stages
     names: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(names, [name for tensors in own.values() for name in tensors], group)
@@ -99,8 +99,8 @@ def _require_plain_policy(policy: nn.Module, names: list[str]) -> None:
         )
         raise ValueError(
             f"The stages together are not a {type(policy).__name__}: {len(differing)} tensors are missing, extra or "
-            f"double, among them {', '.join(differing[:4])}. Policies with adapters or with buffers among their weights "
-            "cannot be saved by stages: assemble a `PolicyReplica` and save that."
+            f"double, among them {', '.join(differing[:4])}. Policies with adapters cannot be saved by stages: "
+            "assemble a `PolicyReplica` and save that."
         )
 
 

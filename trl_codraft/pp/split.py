@@ -23,6 +23,15 @@ TEST_LENGTHS, TEST_VOCABULARY, TEST_WINDOW = (12, 7), 64, 4
 TEST_TOLERANCE = 100
 
 
+class HeadElsewhere(PassThrough):
+    """In the place of the head, with what TRL reads of one where it makes it fp32 (`cast_lm_head_to_fp32`)."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        # No parameter: it is in no checkpoint.
+        self.weight, self.bias = torch.empty(0, dtype=head.weight.dtype), None
+
+
 class PolicyStage(nn.Module):
     """
     One stage of a policy.
@@ -44,6 +53,8 @@ class PolicyStage(nn.Module):
         self.index = index
         self.num_stages = num_stages
         self.score = score
+        # Those of other stages are replaced.
+        self.own_layers = range(len(self.layers))
         # Number of the microbatch whose forward runs: a `Pipeline` sets it.
         self.microbatch: int | None = None
 
@@ -73,6 +84,19 @@ class PolicyStage(nn.Module):
         for name, parameter in self.policy.named_parameters():
             if parameter is not copy_of_first:
                 yield name, parameter
+
+    def named_own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        Buffers that checkpoints hold, such as what balances experts, by their names in the whole policy. Those outside of
+        layers are the first stage's.
+        """
+        parameters = {name for name, _ in self.policy.named_parameters(remove_duplicate=False)}
+        index_of = {layer: index for index, layer in enumerate(self.layers)}
+        paths = {f"{path}.": index_of[module] for path, module in self.policy.named_modules() if module in index_of}
+        for name, tensor in self.policy.state_dict().items():
+            layer = next((index for path, index in paths.items() if name.startswith(path)), None)
+            if name not in parameters and (self.is_first if layer is None else layer in self.own_layers):
+                yield name, tensor
 
     def forward(
         self,
@@ -171,9 +195,12 @@ def keep_stages(
     elif 0 not in stages and not policy.config.tie_word_embeddings:
         table.requires_grad_(False)
     if last not in stages:
-        dropped += [decoder.norm, head]
+        dropped.append(decoder.norm)
         decoder.norm = PassThrough()
-        policy.set_output_embeddings(PassThrough())
+        # One that is tied to an embedding that stays costs nothing, and changes as the embedding does.
+        if 0 not in stages or not policy.config.tie_word_embeddings:
+            dropped.append(head)
+            policy.set_output_embeddings(HeadElsewhere(head))
     if {head, table} & set(dropped):
         # Of two tied modules one is gone: loading must not look for the other.
         policy.all_tied_weights_keys = {}
