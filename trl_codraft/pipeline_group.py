@@ -386,10 +386,10 @@ def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:
             "would see. Choose another, such as 'adamw_torch'."
         )
     tied = policy.config.tie_word_embeddings
-    embedding = policy.get_input_embeddings()
-    if tied and any(parameter is not embedding.weight for parameter in embedding.parameters()):
+    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
+    if tied and any(p is not embedding.weight for module in (embedding, head) for p in module.parameters()):
         return (
-            "its embedding is tied to the head and carries an adapter, which the first and the last stage would train "
-            f"apart. Leave embedding and head out of the adapter's modules. {INSTEAD}"
+            "its embedding is tied to the head and one of them carries an adapter, which the first and the last stage would "
+            f"train apart. Leave embedding and head out of the adapter's modules. {INSTEAD}"
         )
     return None

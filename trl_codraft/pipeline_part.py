@@ -2,11 +2,12 @@
 Policies of which every rank holds its own stages alone (`pipeline_replica=False`): how TRL's trainer comes to have one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import transformers
+from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from trl.trainer import grpo_trainer
@@ -47,6 +48,50 @@ def place_in_pipeline(args: CoDraftGRPOConfig, rank: int) -> int:
     return rank % (args.pipeline_parallel_size * args.context_parallel_size) // args.context_parallel_size
 
 
+def require_place_for_adapter(config: Any, policy: nn.Module, layers: Sequence[int], num_ranks: int) -> None:
+    """
+    Refuses LoRA that a rank with its stages alone has no module for: PEFT would fail there, and there only.
+
+    Args:
+        config (`PeftConfig`):
+            Of the adapter.
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy, whole; weights do not matter.
+        layers (`Sequence[int]`), num_ranks (`int`):
+            Decoder layers of each stage, and ranks of a pipeline.
+
+    Raises:
+        ValueError: naming the setting and which to change.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if not isinstance(config, LoraConfig):
+        return
+    # PEFT's own choices are of all layers, and of nothing else.
+    chosen = config.target_modules not in (None, "all-linear")
+    paths = {module: path for path, module in policy.named_modules()}
+    targets = [path for path in paths.values() if chosen and check_target_module_exists(config, path)]
+    outside = {paths[policy.get_input_embeddings()], paths[policy.get_output_embeddings()]} & set(targets)
+    if outside or config.trainable_token_indices:
+        what = f"adapts `{min(outside)}`" if outside else "has `trainable_token_indices`"
+        raise ValueError(
+            f"The LoRA configuration {what}, and no rank but its stage's has that module (`pipeline_replica=False`). Leave "
+            "it out (`modules_to_save` trains embedding or head whole), or set `pipeline_replica=True`."
+        )
+    stages = [stage for stage, count in enumerate(layers) for _ in range(count)]
+    own = zip(stages, decoder_of(policy).layers, strict=True)
+    served = {
+        stage % num_ranks for stage, layer in own if any(path.startswith(f"{paths[layer]}.") for path in targets)
+    }
+    if chosen and len(served) < num_ranks:
+        raise ValueError(
+            f"The LoRA configuration adapts no layer on ranks {sorted(set(range(num_ranks)) - served)} of a pipeline, which "
+            f"have layers {list(layers)} of the policy by stage (`pipeline_replica=False`). Change `target_modules`, "
+            "`layers_to_transform` or `layers_per_stage` so that every rank has an adapter, or set `pipeline_replica=True`."
+        )
+
+
 class PolicyParts:
     """
     Cuts policies down to this rank's stages.
@@ -54,19 +99,23 @@ class PolicyParts:
     Args:
         args ([`CoDraftGRPOConfig`]):
             The configuration.
+        adapters (`Sequence[PeftConfig]`, *optional*, defaults to `()`):
+            Of the adapters that policies have or get.
 
     Attributes:
         layers (`tuple[int, ...]` or `None`):
             Decoder layers of each stage, once a policy was cut.
     """
 
-    def __init__(self, args: CoDraftGRPOConfig):
-        self.args = args
+    def __init__(self, args: CoDraftGRPOConfig, adapters: Sequence[Any] = ()):
+        self.args, self.adapters = args, adapters
         self.layers: tuple[int, ...] | None = None
 
     def cut(self, policy: PreTrainedModel) -> list[str]:
         """Drops other ranks' layers from a whole policy, in place; the paths of what it dropped."""
         layers = layers_of_stages(self.args, policy)
+        for adapter in self.adapters:
+            require_place_for_adapter(adapter, policy, layers, self.args.pipeline_parallel_size)
         size = self.args.pipeline_parallel_size
         stages = range(place_in_pipeline(self.args, self.args.process_index), len(layers), size)
         self.layers = layers
@@ -101,7 +150,7 @@ create_model_from_path = grpo_trainer.create_model_from_path
 
 
 @contextmanager
-def policies_in_parts(args: CoDraftGRPOConfig, model: Any) -> Iterator[PolicyParts | None]:
+def policies_in_parts(args: CoDraftGRPOConfig, model: Any, peft_config: Any = None) -> Iterator[PolicyParts | None]:
     """
     Within it, `GRPOTrainer.__init__` loads parts of its policy and of its reference policy, if ranks hold parts.
 
@@ -110,11 +159,14 @@ def policies_in_parts(args: CoDraftGRPOConfig, model: Any) -> Iterator[PolicyPar
             The configuration.
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The argument of the trainer. An object is cut down in place.
+        peft_config (`PeftConfig`, *optional*):
+            The argument of the trainer.
     """
     if args.holds_whole_policy:
         yield None
         return
-    parts = PolicyParts(args)
+    adapters = [*model.peft_config.values()] if isinstance(model, nn.Module) and is_peft_model(model) else []
+    parts = PolicyParts(args, [*adapters, *([] if peft_config is None else [peft_config])])
     if isinstance(model, nn.Module):
         parts.cut(base_policy(model))
     grpo_trainer.create_model_from_path = parts.create_model_from_path

@@ -139,7 +139,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             self._tag_names = [*self._tag_names, "codraft"]
         own_generation = args.use_vllm and (args.use_draft or not args.holds_whole_policy)
         with (
-            policies_in_parts(args, model) as parts,
+            policies_in_parts(args, model, peft_config) as parts,
             deferred_engine(own_generation),
             not_sharded_by_accelerate(args),
         ):

@@ -31,6 +31,7 @@ def prepare(case, out, world_size, **overrides):
     evaluate = config.pop("evaluate", False)
     model_type = config.pop("model_type", "llama")
     dtype = getattr(torch, config.pop("dtype", "float64"))
+    lora = config.pop("lora", False)
     prompts = (config.pop("prompts", PROMPTS) * 24)[: config.pop("prompts_per_rank", 12) * world_size]
     arguments = {
         "model": AutoModelForCausalLM.from_pretrained(out / model_type, dtype=dtype),
@@ -38,7 +39,7 @@ def prepare(case, out, world_size, **overrides):
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
         "processing_class": tiny_tokenizer(),
         "rollout_func": Rollouts(config.pop("longest", 7), environment=config.pop("environment", False)),
-        "peft_config": LoraConfig(r=2, init_lora_weights=False) if config.pop("lora", False) else None,
+        "peft_config": LoraConfig(r=2, init_lora_weights=False, **({} if lora is True else lora)) if lora else None,
         **overrides,
     }
     if evaluate:

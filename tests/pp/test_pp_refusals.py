@@ -12,7 +12,7 @@ from torch import nn
 from trl_codraft import pipeline_group
 from trl_codraft.context_group import require_divisible_world
 from trl_codraft.pipeline_group import hidden_dtype, unsupported_in_stages
-from trl_codraft.pipeline_part import layers_of_stages
+from trl_codraft.pipeline_part import layers_of_stages, require_place_for_adapter
 from trl_codraft.pipelined_loss import PipelinedLoss
 from trl_codraft.pp import Shard, StageView
 from trl_codraft.pp.view import plain_forward
@@ -82,7 +82,11 @@ def fake_trainer(
                     tiny_policy(tie_word_embeddings=True), LoraConfig(target_modules=["embed_tokens", "q_proj"])
                 )
             },
-            "tied to the head and carries an adapter",
+            "tied to the head and one of them carries an adapter",
+        ),
+        (
+            {"policy": get_peft_model(tiny_policy(tie_word_embeddings=True), LoraConfig(modules_to_save=["lm_head"]))},
+            "tied to the head and one of them carries an adapter",
         ),
     ],
 )
@@ -101,6 +105,34 @@ def test_supported_runs_are_not_refused(policy):
     assert unsupported_in_stages(fake_trainer(policy, use_vllm=True, **in_parts)) is None
     in_parts = {"holds_whole_policy": False, "rollout_func": print}
     assert unsupported_in_stages(fake_trainer(policy, **in_parts)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "adapts `lm_head`"),
+        ({"target_modules": r".*(embed_tokens|q_proj)"}, "adapts `model.embed_tokens`"),
+        ({"trainable_token_indices": [3]}, "has `trainable_token_indices`"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1, 2]}, r"no layer on ranks \[2\]"),
+    ],
+)
+def test_adapters_that_some_rank_has_no_module_for_are_refused_on_all(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        require_place_for_adapter(LoraConfig(**settings), tiny_policy(), (2, 1, 1), 3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"]},
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 1]},
+    ],
+)
+def test_adapters_that_every_rank_has_a_module_for_are_not_refused(settings):
+    require_place_for_adapter(LoraConfig(**settings), tiny_policy(), (1, 1, 1, 1), 2)
 
 
 @pytest.mark.parametrize(

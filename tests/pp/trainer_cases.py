@@ -47,9 +47,10 @@ TOLERANCES = {
 # Runs on the rollouts of a server.
 SERVED_CASES = {
     # A fresh draft is initialised and pretrained, and the policy moves between two pushes.
-    "full": {},
+    "full": {"cast_lm_head_to_fp32": True},
     "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
     "tied, no draft": {"model_type": "tied", "use_draft": False},
-    "lora": {"lora": True},
-    "experts": {"model_type": "mixtral", "router_aux_loss_coef": 0.0},
+    "lora": {"lora": {"modules_to_save": ["lm_head"]}},
+    # The draft is pretrained and then stays as it is.
+    "experts": {"model_type": "mixtral", "router_aux_loss_coef": 0.0, "draft_train": False},
 }
