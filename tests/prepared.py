@@ -31,7 +31,13 @@ def run_prepared(script, *arguments, paths, timeout):
     request = {"command": command, "paths": [str(path) for path in paths]}
     server.stdin.write(json.dumps(request).encode() + b"\n")
     child = int(server.stdout.readline())
-    ready, _, _ = select.select([server.stdout], [], [], timeout)
+    try:
+        ready, _, _ = select.select([server.stdout], [], [], timeout)
+    except BaseException:
+        # A test's own time is over: the script must not run on, nor its answer be taken for that to the next.
+        os.killpg(child, signal.SIGKILL)
+        server.stdout.readline()
+        raise
     if not ready:
         os.killpg(child, signal.SIGKILL)
     returncode, output, errors = json.loads(server.stdout.readline())

@@ -96,7 +96,11 @@ def run(case, out, world_size, size):
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     if trainer.draft_model is not None:
         weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
-    return {**trainer.seen, "logs": trainer.state.log_history, "weights": weights}
+    seen = {**trainer.seen, "logs": trainer.state.log_history, "weights": weights}
+    if trainer.loss_group is not None:
+        # A process group keeps threads and connections, and there are many runs.
+        torch.distributed.destroy_process_group(trainer.loss_group.members)
+    return seen
 
 
 def run_cases(rank, world_size, out, sizes, names):
