@@ -72,5 +72,6 @@ TOLERANCES = {
     "experts": (1e-5, 5e-7),
     "checkpointed experts": (1e-5, 5e-7),
     "speculative": (1e-5, 1e-6),
-    "bf16": (3e-2, 1e-2),
+    # Of some sixty tokens, one more or less that a draft guesses.
+    "bf16": (3e-2, 2e-2),
 }
