@@ -32,7 +32,7 @@ from cotraining.replay import (
     base_rollouts,
     make_arms,
     prompt_stream,
-    train_to_plateau,
+    starting_point,
 )
 from cotraining.trajectory import record_trajectory
 from demo.report import compare_rollouts
@@ -59,17 +59,20 @@ def divergence(log_probs: torch.Tensor, base_log_probs: torch.Tensor, mask: torc
     return float(((log_probs - base_log_probs) * mask).sum() / mask.sum())
 
 
-def replay_seed(
-    case: Case, seed: int, folder: Path, draft: Eagle3DraftModel | None, learning_rates: list[float]
-) -> dict:
-    """One trajectory: what was measured per step, and the timed rollouts."""
+def replay_seed(case: Case, seed: int, folder: Path, draft: Eagle3DraftModel | None, rates: list[float]) -> dict:
+    """One trajectory: what was measured per step, and the timed rollouts. A finished one is read from its file."""
+    finished = folder / f"seed{seed}.json"
+    if len(rates) == 1 and finished.exists():
+        return json.loads(finished.read_text())
     files = record_trajectory(case, seed, folder / f"seed{seed}")
     base, current = Policy(case, case.policy(seed)), Policy(case, case.policy(seed))
     torch.manual_seed(1000 + seed)
-    start = train_to_plateau(base, draft, seed, say)
-    arms = make_arms(start, current, base, start.num_updates + len(files), learning_rates)
+    start_file = folder / ("start.pt" if case.one_policy else f"start-seed{seed}.pt")
+    start = starting_point(base, draft, seed, start_file, say)
+    torch.manual_seed(2000 + seed)
+    arms = make_arms(start, current, base, start.num_updates + len(files), rates)
     prompts = prompt_stream(case, 100 + seed)
-    timed_at = {0, len(files) // 2, len(files) - 1} if len(learning_rates) == 1 else set()
+    timed_at = {0, len(files) // 2, len(files) - 1} if len(rates) == 1 else set()
     steps, timings = [], {}
     for index, file in enumerate(files):
         record = torch.load(file)
@@ -83,17 +86,22 @@ def replay_seed(
         lengths = {arm.name: accept_length(arm.draft, current.head, fresh, case.num_passes) for arm in arms}
         steps.append({"reward": record["reward"], "divergence": statistics.mean(drift), **lengths})
         if index in timed_at:
-            timings[index] = time_rollouts(case, current, arms)
-        control = [base.pack(rollout)[0] for rollout in base_rollouts(base, prompts, case.rows)]
+            timings[str(index)] = time_rollouts(case, current, arms)
+        control = []
+        if any(arm.trainer is not None and not arm.on_policy for arm in arms):
+            control = [base.pack(rollout)[0] for rollout in base_rollouts(base, prompts, case.rows)]
         for arm in arms:
             if arm.trainer is not None:
                 arm.update(fresh if arm.on_policy else control)
-        shown = ", ".join(f"{name} {length:.3f}" for name, length in lengths.items() if "cold" not in name)
+        shown = ", ".join(f"{name} {length:.3f}" for name, length in lengths.items())
         say(
             f"[{case.name} seed {seed}] step {index}: reward {record['reward']:.2f}, KL {steps[-1]['divergence']:.3f}, "
             f"accept length {shown}"
         )
-    return {"steps": steps, "timings": timings}
+    result = {"steps": steps, "timings": timings}
+    if len(rates) == 1:
+        finished.write_text(json.dumps(result, indent=1))
+    return result
 
 
 def time_rollouts(case: Case, current: Policy, arms: list) -> dict:

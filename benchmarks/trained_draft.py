@@ -73,7 +73,7 @@ def completions(policy, tokenizer, chats, **sampling) -> list[tuple[list[int], l
 
 
 @torch.no_grad()
-def packed(policy, recorder, pairs):
+def packed(policy, recorder, pairs, num_passes: int = NUM_PASSES):
     """What the draft learns from `(prompt, completion)` pairs, by one forward of the policy."""
     width = max(len(prompt) + len(completion) for prompt, completion in pairs)
     ids, mask, trained = (torch.zeros(len(pairs), width, dtype=torch.long) for _ in range(3))
@@ -84,7 +84,7 @@ def packed(policy, recorder, pairs):
         trained[row, len(prompt) : size] = 1
     with recorder.record() as record:
         policy(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
-    return pack_rows(ids, mask, trained, record.taps, record.last_hidden, NUM_PASSES)
+    return pack_rows(ids, mask, trained, record.taps, record.last_hidden, num_passes)
 
 
 def rollouts(policy, tokenizer, count: int) -> list[tuple[list[int], list[int]]]:

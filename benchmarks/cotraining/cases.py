@@ -44,8 +44,8 @@ class Case:
             Arguments of `GRPOConfig`.
         draft (`dict`):
             Arguments of `Eagle3DraftConfig.from_policy`.
-        start (`str`, *optional*):
-            A draft to start from instead of a fresh one.
+        one_policy (`bool`):
+            Whether all seeds begin with the same policy, and so with the same draft.
         num_passes (`int`), num_draft_tokens (`int`):
             TTT passes of training, and draft tokens of real rollouts.
         plateau_updates, plateau_patience (`int`):
@@ -62,7 +62,7 @@ class Case:
     reward_funcs: Callable[[], list]
     grpo: dict[str, Any]
     draft: dict[str, Any]
-    start: str | None = None
+    one_policy: bool = False
     num_passes: int = 4
     num_draft_tokens: int = 2
     plateau_updates: int = 400
@@ -107,7 +107,7 @@ def demo_case(steps: int) -> Case:
             "max_steps": steps,
         },
         draft={"draft_vocab_size": 4096},
-        plateau_updates=160,
+        one_policy=True,
     )
 
 

@@ -8,6 +8,7 @@ Nothing here changes the policy: its weights of each step are loaded from the re
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -130,28 +131,28 @@ def settings(case: Case, learning_rate: float, warmup: int) -> DraftTrainingArgu
     )
 
 
-def make_arms(
-    start: DraftTrainer, current: Policy, base: Policy, steps: int, learning_rates: list[float]
-) -> list[Arm]:
+def make_arms(start: DraftTrainer, current: Policy, base: Policy, steps: int, rates: list[float]) -> list[Arm]:
     """
     A frozen draft; then a control and a co-trained one, each with the moments of pretraining carried on (what the
     trainer does), with a new optimizer that warms up, and with a new optimizer that does not. With several learning
-    rates the latter two are left out.
+    rates: a frozen draft and one co-trained as the trainer does at each rate.
     """
-    kinds = [("", WARMUP, True)]
-    if len(learning_rates) == 1:
-        kinds += [(", cold", 0, False), (", cold with warm-up", WARMUP, False)]
+    case = current.case
+
+    def arm(kind: str, rate: float, suffix: str, warmup: int = WARMUP, carried: bool = True) -> Arm:
+        draft, policy = copy.deepcopy(start.draft), current if kind == "co-trained" else base
+        trainer = DraftTrainer(draft, policy.head, settings(case, rate, warmup), num_training_steps=steps)
+        if carried:
+            trainer.load_state_dict(start.state_dict())
+        return Arm(kind + suffix, draft, trainer, kind == "co-trained")
+
     arms = [Arm("frozen", copy.deepcopy(start.draft), None, False)]
-    for rate in learning_rates:
-        rate_suffix = "" if len(learning_rates) == 1 else f", {rate:g}"
-        for kind, policy in (("control", base), ("co-trained", current)):
-            for suffix, warmup, carried in kinds:
-                draft = copy.deepcopy(start.draft)
-                arguments = settings(current.case, rate, warmup)
-                trainer = DraftTrainer(draft, policy.head, arguments, num_training_steps=steps)
-                if carried:
-                    trainer.load_state_dict(start.state_dict())
-                arms.append(Arm(kind + rate_suffix + suffix, draft, trainer, kind == "co-trained"))
+    if len(rates) > 1:
+        return arms + [arm("co-trained", rate, f", {rate:g}") for rate in rates]
+    for kind in ("control", "co-trained"):
+        arms.append(arm(kind, rates[0], ""))
+        arms.append(arm(kind, rates[0], ", cold", 0, carried=False))
+        arms.append(arm(kind, rates[0], ", cold with warm-up", carried=False))
     return arms
 
 
@@ -170,8 +171,28 @@ def base_rollouts(policy: Policy, prompts, num_rows: int) -> list[dict[str, torc
     return [policy.roll_out([next(prompts) for _ in range(rows)]) for _ in range(num_rows // rows)]
 
 
+def starting_point(
+    policy: Policy, draft: Eagle3DraftModel | None, seed: int, file: Path, say: Callable[[str], None]
+) -> DraftTrainer:
+    """The trainer of a draft at its plateau on the base policy: from `file`, or trained and written there."""
+    arguments = settings(policy.case, policy.case.learning_rate, WARMUP)
+    if not file.exists():
+        trainer = train_to_plateau(policy, draft, seed, arguments, say)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(trainer.state_dict(), file)
+        return trainer
+    draft = Eagle3DraftModel(policy.draft_config)
+    trainer = DraftTrainer(draft, policy.head, arguments, num_training_steps=policy.case.plateau_updates)
+    trainer.load_state_dict(torch.load(file))
+    return trainer
+
+
 def train_to_plateau(
-    policy: Policy, draft: Eagle3DraftModel | None, seed: int, say: Callable[[str], None]
+    policy: Policy,
+    draft: Eagle3DraftModel | None,
+    seed: int,
+    arguments: DraftTrainingArguments,
+    say: Callable[[str], None],
 ) -> DraftTrainer:
     """
     Trains a draft on rollouts of the base policy until its accept length on held-out ones stops growing.
@@ -183,6 +204,8 @@ def train_to_plateau(
             Where to start from; a fresh draft if not given.
         seed (`int`):
             Seed of the rollouts.
+        arguments ([`DraftTrainingArguments`]):
+            Of the draft's trainer.
         say (`Callable`):
             Takes a line of progress.
     """
@@ -191,9 +214,7 @@ def train_to_plateau(
     held_out = [policy.pack(rollout)[0] for rollout in base_rollouts(policy, prompts, WINDOW_ROWS)]
     if draft is None:
         draft = fresh_draft(policy, held_out[0], base_rollouts(policy, prompts, WINDOW_ROWS))
-    trainer = DraftTrainer(
-        draft, policy.head, settings(case, case.learning_rate, WARMUP), num_training_steps=case.plateau_updates
-    )
+    trainer = DraftTrainer(draft, policy.head, arguments, num_training_steps=case.plateau_updates)
     best = accept_length(draft, policy.head, held_out, case.num_passes)
     say(f"[plateau] accept length {best:.3f} before")
     updates = waited = 0
