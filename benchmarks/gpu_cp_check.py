@@ -26,6 +26,7 @@ from trl_codraft.cp.kernels import choose_shard_kernel
 from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.cp.planner import plan_document
 from trl_codraft.cp.trunk import GatheredTrunk, TrunkStore, travelling_block
+from trl_codraft.modeling.flash_operators import installed_flash
 
 
 # Query and key rows per document; the last three queries of the first see keys that others do not.
@@ -226,7 +227,7 @@ def check_rings(arguments):
 def main():
     arguments = parse_arguments()
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
-    print(f"{name}, torch {torch.__version__}, {arguments.dtype}")
+    print(f"{name}, torch {torch.__version__}, {arguments.dtype}, flash by {type(installed_flash()).__name__}")
     failed = check_kernels(arguments.device, arguments.dtype)
     sys.exit(int(check_rings(arguments) or failed))
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from modeling.packed_flash import OPERATORS
 from modeling.reference import dense_attention
 
 from trl_codraft.cp import ContextLayout, gather_trunk, ring_attention
 from trl_codraft.cp.kernels import ChunkedWindowKernel, CudaWindowKernel, PaddedKernel, choose_shard_kernel
 from trl_codraft.modeling.attention_kernels import ChunkedKernel, CpuFlashKernel
+from trl_codraft.modeling.flash_operators import TorchFlash
 
 
 def rows(*shape, seed=0, dtype=torch.float64):
@@ -52,9 +54,26 @@ def test_window_kernel_computes_scores_of_the_window_only(monkeypatch):
     assert sum(computed) <= 512 * 2 * 16
 
 
+@pytest.mark.parametrize("emulate", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("left", [0, 1, 5, 100])
+def test_cuda_window_calls_mean_what_the_chunked_kernel_computes(monkeypatch, left, emulate):
+    q_lens, k_lens, settings = [7, 3, 12], [19, 3, 12], {"causal": True, "scale": 0.3}
+    q, dout = rows(22, 4, 6), rows(22, 4, 6, seed=1)
+    k, v = rows(34, 2, 6, seed=2), rows(34, 2, 6, seed=3)
+    calls = []
+    kernel, expected = CudaWindowKernel(left, emulate(monkeypatch, calls)), ChunkedWindowKernel(left)
+    results = []
+    for each in (kernel, expected):
+        out, lse = each.forward(q, k, v, q_lens, k_lens, **settings)
+        results.append((out, lse, *each.backward(dout, q, k, v, out, lse, q_lens, k_lens, **settings)))
+    assert calls == [True]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
+
+
 def test_cuda_window_calls_fit_the_operators_of_this_torch():
     q, k = (torch.empty(7, heads, 6, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    kernel, settings = CudaWindowKernel(3), {"causal": True, "scale": 0.3}
+    kernel, settings = CudaWindowKernel(3, TorchFlash()), {"causal": True, "scale": 0.3}
     out, lse = kernel.forward(q, k, k, [4, 3], [4, 3], **settings)
     assert (out.shape, lse.shape) == ((7, 4, 6), (7, 4))
     grads = kernel.backward(out, q, k, k, out, lse, [4, 3], [4, 3], **settings)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packed_flash import OPERATORS, install_flash_attn
 from reference import branch_mask, dense_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,6 +14,7 @@ from trl_codraft.modeling.attention_kernels import (
     choose_kernel,
     merge_partials,
 )
+from trl_codraft.modeling.flash_operators import FlashAttention2, TorchFlash, installed_flash
 from trl_codraft.modeling.packing import PackedLayout
 
 
@@ -213,65 +215,43 @@ def test_no_tensor_grows_with_tokens_squared(kernel):
 # The CUDA kernel's calls, without a GPU
 
 
-def emulate_packed_flash(monkeypatch):
-    """Stands in for the CUDA operators: the documented layout of their arguments, dense arithmetic inside."""
-    calls = []
-
-    def mask_of(cu_q, cu_k, causal):
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        mask = torch.zeros(int(cu_q[-1]), int(cu_k[-1]), dtype=torch.bool)
-        for index in range(len(cu_q) - 1):
-            queries, keys = slice(cu_q[index], cu_q[index + 1]), slice(cu_k[index], cu_k[index + 1])
-            block = torch.ones(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.bool)
-            assert min(block.shape) > 0
-            assert not causal or block.shape[0] == block.shape[1]
-            mask[queries, keys] = block.tril() if causal else block
-        return mask
-
-    def scores_of(q, k, mask, scale):
-        group = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
-        return scores.masked_fill(~mask, -torch.inf)
-
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, return_debug_mask, *, scale):
-        assert q.shape[-1] % 8 == 0
-        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
-        assert dropout == 0.0
-        calls.append(causal)
-        mask = mask_of(cu_q, cu_k, causal)
-        out = dense_attention(q, k, v, mask, scale)
-        return out, scores_of(q, k, mask, scale).logsumexp(-1), None, None, None
-
-    def backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *, scale):
-        assert lse.shape == (q.shape[1], q.shape[0])
-        assert lse.is_contiguous()
-        mask, group = mask_of(cu_q, cu_k, causal), q.shape[1] // k.shape[1]
-        wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        probs = (scores_of(q, k, mask, scale) - lse.unsqueeze(-1)).exp()
-        delta = (dout * out).sum(-1).T.unsqueeze(-1)
-        dscores = probs * (torch.einsum("qhd,khd->hqk", dout, wide_v) - delta) * scale
-        dq = torch.einsum("hqk,khd->qhd", dscores, wide_k)
-        dk, dv = torch.einsum("hqk,qhd->khd", dscores, q), torch.einsum("hqk,qhd->khd", probs, dout)
-        return dq, *(grad.unflatten(1, (k.shape[1], group)).sum(2) for grad in (dk, dv))
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    return calls
-
-
+@pytest.mark.parametrize("emulate", OPERATORS.values(), ids=OPERATORS)
 @pytest.mark.parametrize("pack", PACKS, ids=str)
-def test_cuda_flash_calls_mean_the_dense_softmax(monkeypatch, pack):
-    calls = emulate_packed_flash(monkeypatch)
-    check_branch_attention(CudaFlashKernel(), pack, (4, 2), 6, 3, torch.float64)
+def test_cuda_flash_calls_mean_the_dense_softmax(monkeypatch, pack, emulate):
+    calls = []
+    kernel = CudaFlashKernel(emulate(monkeypatch, calls))
+    check_branch_attention(kernel, pack, (4, 2), 6, 3, torch.float64)
     assert set(calls) <= {True, False}
     assert 1 <= len(calls) <= 2
 
 
+def test_flash_attn_is_used_where_a_known_release_is_installed(monkeypatch):
+    assert isinstance(installed_flash.__wrapped__(), TorchFlash)
+    install_flash_attn(monkeypatch, [])
+    assert isinstance(installed_flash.__wrapped__(), FlashAttention2)
+
+
+def raise_import_error(*_):
+    raise ImportError("flash_attn_2_cuda: undefined symbol")
+
+
+@pytest.mark.parametrize(
+    ("version", "broken", "said"),
+    [("2.7.4", False, "2.7.4 is not 2.8"), ("3.0.0", False, "3.0.0 is not 2.8"), ("2.8.3", True, "undefined symbol")],
+)
+def test_a_flash_attn_that_cannot_be_used_is_named_and_left_alone(monkeypatch, caplog, version, broken, said):
+    install_flash_attn(monkeypatch, [], version)
+    if broken:
+        monkeypatch.setattr(FlashAttention2, "__init__", raise_import_error)
+    assert isinstance(installed_flash.__wrapped__(), TorchFlash)
+    assert said in caplog.text
+
+
 def test_cuda_flash_calls_fit_the_operators_of_this_torch():
     q, k = (torch.empty(7, heads, 6, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    out, lse = CudaFlashKernel()._block_forward(q, k, k, [4, 3], [4, 3], True, 0.3)
+    out, lse = CudaFlashKernel(TorchFlash())._block_forward(q, k, k, [4, 3], [4, 3], True, 0.3)
     assert (out.shape, lse.shape) == ((7, 4, 6), (7, 4))
-    grads = CudaFlashKernel()._block_backward(out, q, k, k, out, lse, [4, 3], [4, 3], True, 0.3)
+    grads = CudaFlashKernel(TorchFlash())._block_backward(out, q, k, k, out, lse, [4, 3], [4, 3], True, 0.3)
     assert [grad.shape for grad in grads] == [(7, 4, 6), (7, 2, 6), (7, 2, 6)]
 
 

@@ -16,11 +16,10 @@ from ..modeling.attention_kernels import (
     CudaFlashKernel,
     accumulation_dtype,
     choose_kernel,
-    cuda_flash_backward,
-    cuda_flash_forward,
     documents,
     group_heads,
 )
+from ..modeling.flash_operators import PackedFlash, flash_backward, flash_forward
 
 
 class ChunkedWindowKernel(ChunkedKernel):
@@ -66,22 +65,25 @@ class CudaWindowKernel(CudaFlashKernel):
     Args:
         left (`int`):
             Keys seen before a query's own.
+        operator ([`PackedFlash`], *optional*):
+            As in [`CudaFlashKernel`].
     """
 
-    def __init__(self, left: int):
-        self._window = {"window_size_left": left, "window_size_right": 0}
+    def __init__(self, left: int, operator: PackedFlash | None = None):
+        super().__init__(operator)
+        self.left = left
 
     def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
         """See [`AttentionKernel`]."""
         if not q_lens:
             return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        return cuda_flash_forward(q, k, v, q_lens, k_lens, causal, scale, **self._window)
+        return flash_forward(self.operator, q, k, v, q_lens, k_lens, causal, scale, self.left)
 
     def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
         """See [`AttentionKernel`]."""
         if not q_lens:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return cuda_flash_backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, **self._window)
+        return flash_backward(self.operator, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, self.left)
 
 
 class PaddedKernel:

@@ -6,10 +6,12 @@ Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value head
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Protocol
 
 import torch
+
+from .flash_operators import PackedFlash, flash_backward, flash_forward, installed_flash
 
 
 class AttentionKernel(Protocol):
@@ -239,62 +241,21 @@ class CpuFlashKernel(SquareCausalKernel):
 
 class CudaFlashKernel(SquareCausalKernel):
     """
-    The packed flash kernel that ships with torch (the one behind `torch.nn.attention.varlen`): bfloat16 and float16,
-    head dims up to 256, padded here to the multiple of 8 it needs.
+    Packed flash attention on a GPU: bfloat16 and float16, head dims up to 256.
+
+    Args:
+        operator ([`PackedFlash`], *optional*):
+            Does the work; [`installed_flash`] by default.
     """
 
+    def __init__(self, operator: PackedFlash | None = None):
+        self.operator = operator if operator is not None else installed_flash()
+
     def _block_forward(self, q, k, v, q_lens, k_lens, causal, scale):
-        return cuda_flash_forward(q, k, v, q_lens, k_lens, causal, scale)
+        return flash_forward(self.operator, q, k, v, q_lens, k_lens, causal, scale)
 
     def _block_backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale):
-        return cuda_flash_backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale)
-
-
-def cuda_flash_forward(q, k, v, q_lens, k_lens, causal, scale, **window):
-    """Output and log-sum-exp of non-empty documents; `window` holds the operator's own arguments for one."""
-    head_dim = q.shape[-1]
-    q, k, v = (pad_head_dim(tensor) for tensor in (q, k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cumulative_lens(q_lens, q.device),
-        cumulative_lens(k_lens, q.device),
-        max(q_lens),
-        max(k_lens),
-        0.0,
-        causal,
-        return_debug_mask=False,
-        scale=scale,
-        **window,
-    )
-    return out[..., :head_dim], lse.T
-
-
-def cuda_flash_backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, **window):
-    """Gradients of [`cuda_flash_forward`] for an output and log-sum-exp that may cover further keys."""
-    head_dim = q.shape[-1]
-    dout, q, k, v, out = (pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
-    parts = torch.ops.aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.T.contiguous(),
-        cumulative_lens(q_lens, q.device),
-        cumulative_lens(k_lens, q.device),
-        max(q_lens),
-        max(k_lens),
-        0.0,
-        causal,
-        # Without dropout the kernel does not read the random state; these are the placeholders torch itself passes.
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.empty(0, device=q.device),
-        scale=scale,
-        **window,
-    )
-    return tuple(part[..., :head_dim] for part in parts)
+        return flash_backward(self.operator, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale)
 
 
 def choose_kernel(q: torch.Tensor) -> AttentionKernel:
@@ -347,13 +308,3 @@ def ungroup_heads(rows: torch.Tensor) -> torch.Tensor:
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:
     """(T, H, D) -> (1, H, T, D), a view."""
     return rows.transpose(0, 1).unsqueeze(0)
-
-
-def pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
-    """Zeros up to the next multiple of 8; they change no score and are cut off again."""
-    return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).contiguous()
-
-
-def cumulative_lens(lens: list[int], device: torch.device) -> torch.Tensor:
-    """int32 offsets [0, l0, l0+l1, ...] as the packed kernels want them."""
-    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)

@@ -1,0 +1,193 @@
+"""
+Packed flash attention on CUDA: the operator that ships with torch and the one of the package flash-attn (the `[flash]`
+extra), with the same calls. Documents lie one after the other, none may be empty, causal masks and windows are aligned at
+the end of each document, and the backward may be given the output and log-sum-exp over further keys.
+
+Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value heads, `D` head dim.
+"""
+
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from packaging.version import Version
+
+
+logger = logging.getLogger(__name__)
+
+
+class PackedFlash(Protocol):
+    """One packed flash operator: bfloat16 and float16, head dims that are multiples of 8 up to 256."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        causal: bool,
+        scale: float,
+        window_left: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output `(Tq, Hq, D)` and float32 log-sum-exp `(Hq, Tq)`; `window_left` keys are seen before a query's own."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_lens: Sequence[int],
+        k_lens: Sequence[int],
+        causal: bool,
+        scale: float,
+        window_left: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of `q`, `k` and `v`, in their dtypes; `lse` is `(Hq, Tq)` and contiguous."""
+        ...
+
+
+class TorchFlash:
+    """The operator behind `torch.nn.attention.varlen`; needs no further package."""
+
+    def forward(self, q, k, v, q_lens, k_lens, causal, scale, window_left):
+        """See [`PackedFlash`]."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            *_offsets_and_lengths(q_lens, k_lens, q.device),
+            0.0,
+            causal,
+            return_debug_mask=False,
+            scale=scale,
+            **self._window(window_left),
+        )
+        return out, lse
+
+    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left):
+        """See [`PackedFlash`]."""
+        return torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *_offsets_and_lengths(q_lens, k_lens, q.device),
+            0.0,
+            causal,
+            # Without dropout the kernel does not read the random state; these are the placeholders torch itself passes.
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+            scale=scale,
+            **self._window(window_left),
+        )
+
+    @staticmethod
+    def _window(left: int | None) -> dict[str, int]:
+        return {} if left is None else {"window_size_left": left, "window_size_right": 0}
+
+
+class FlashAttention2:
+    """The operators of flash-attn 2.8, whose public function differentiates with a log-sum-exp of its own only."""
+
+    def __init__(self):
+        from flash_attn import flash_attn_interface
+
+        self._forward = flash_attn_interface._flash_attn_varlen_forward
+        self._backward = flash_attn_interface._flash_attn_varlen_backward
+
+    def forward(self, q, k, v, q_lens, k_lens, causal, scale, window_left):
+        """See [`PackedFlash`]."""
+        out, lse, *_ = self._forward(q, k, v, **self._settings(q_lens, k_lens, q.device, causal, scale, window_left))
+        return out, lse
+
+    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left):
+        """See [`PackedFlash`]."""
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self._backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._settings(q_lens, k_lens, q.device, causal, scale, window_left),
+        )
+        return dq, dk, dv
+
+    @staticmethod
+    def _settings(q_lens, k_lens, device, causal, scale, window_left) -> dict:
+        q_offsets, k_offsets, longest_q, longest_k = _offsets_and_lengths(q_lens, k_lens, device)
+        return {
+            "cu_seqlens_q": q_offsets,
+            "cu_seqlens_k": k_offsets,
+            "max_seqlen_q": longest_q,
+            "max_seqlen_k": longest_k,
+            "dropout_p": 0.0,
+            "softmax_scale": scale,
+            "causal": causal,
+            # A negative number on the left means no window.
+            "window_size_left": -1 if window_left is None else window_left,
+            "window_size_right": -1 if window_left is None else 0,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+        }
+
+
+@cache
+def installed_flash() -> PackedFlash:
+    """flash-attn where a release that we know is installed and can be imported, else torch's own operator."""
+    try:
+        version = Version(importlib.metadata.version("flash-attn"))
+    except importlib.metadata.PackageNotFoundError:
+        return TorchFlash()
+    if not Version("2.8") <= version < Version("3"):
+        logger.warning("flash-attn %s is not 2.8: torch's own flash attention is used in its place.", version)
+        return TorchFlash()
+    try:
+        return FlashAttention2()
+    except (ImportError, AttributeError) as error:
+        logger.warning("flash-attn %s cannot be used (%s): torch's own flash attention is.", version, error)
+        return TorchFlash()
+
+
+def flash_forward(operator: PackedFlash, q, k, v, q_lens, k_lens, causal, scale, window_left=None):
+    """Output `(Tq, Hq, D)` and log-sum-exp `(Tq, Hq)` of non-empty documents; any head dim up to 256."""
+    head_dim = q.shape[-1]
+    q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
+    out, lse = operator.forward(q, k, v, q_lens, k_lens, causal, scale, window_left)
+    return out[..., :head_dim], lse.T
+
+
+def flash_backward(operator: PackedFlash, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left=None):
+    """Gradients of [`flash_forward`] for an output and log-sum-exp that may cover further keys."""
+    head_dim = q.shape[-1]
+    dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
+    lse = lse.T.contiguous()
+    parts = operator.backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left)
+    return tuple(part[..., :head_dim] for part in parts)
+
+
+def _pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
+    """Zeros up to the next multiple of 8; they change no score and are cut off again."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).contiguous()
+
+
+def _offsets_and_lengths(q_lens, k_lens, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Where documents begin, int32 `[0, l0, l0+l1, ...]`, for queries and keys, and the longest of each."""
+    offsets = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in (q_lens, k_lens))
+    return *offsets, max(q_lens), max(k_lens)
