@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from cp.trainer_worker import DRAFT, save_policies
 from forked_ranks import fork_ranks
+from fsdp2_on_cpu import whole
 from replay import token_reward
 from replay_worker import prepare
 from transformers import AutoModelForCausalLM
@@ -43,7 +44,7 @@ def build(folder, world_size, output, size=2, reward=token_reward, **config):
 
 def state(trainer):
     """What a run ends with."""
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: whole(p) for name, p in trainer.model.named_parameters()}
     weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
     return {
         "weights": weights,

@@ -66,12 +66,15 @@ DEFAULT_CASES = [
     "checkpointed lora",
 ]
 
+# With a policy that FSDP2 shards.
+SHARDED_CASES = ["dapo", "checkpointed experts", "checkpointed lora"]
+
 # As for groups without sharded attention; transformers' experts have no fp64 kernel.
 TOLERANCE = (1e-5, 2e-7)
 TOLERANCES = {
     "experts": (1e-5, 5e-7),
     "checkpointed experts": (1e-5, 5e-7),
     "speculative": (1e-5, 1e-6),
-    # Of some sixty tokens, one more or less that a draft guesses.
-    "bf16": (3e-2, 2e-2),
+    # Of some forty tokens, one more or less that a draft guesses.
+    "bf16": (3e-2, 3e-2),
 }

@@ -79,12 +79,12 @@ MUTATIONS = {
 
 def run_broken(rank, world_size, out, mutation):
     if mutation is None:
-        return {case: run(CASES[case], out, world_size, 1) for case in {case for case, *_ in MUTATIONS.values()}}
+        return {case: run(CASES[case], out, world_size, "1") for case in {case for case, *_ in MUTATIONS.values()}}
     case, owner, name, replacement = MUTATIONS[mutation]
     # The probe at construction would notice some.
     with mock.patch.object(owner, name, replacement), mock.patch.object(probe, "HALF_TOLERANCE", 1e9):
         with mock.patch.object(probe, "TOLERANCES", {}):
-            return run(CASES[case], out, world_size, 2)
+            return run(CASES[case], out, world_size, "2")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """
 Ranks of `test_cp_trainer.py`: `python trainer_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case without context
-parallelism and with each of the sizes (`2,4`), and saves what each rank saw.
+parallelism and with each of the sizes (`2,4`; `2s`: the policy sharded with FSDP2), and saves what each rank saw.
 """
 
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from cp.trainer_cases import CASES
 from forked_ranks import fork_ranks
+from fsdp2_on_cpu import fsdp2_on_cpu, whole
 from replay import Observed
 from replay_worker import SIZES, prepare
 from tiny import tiny_policy
@@ -90,10 +92,13 @@ def build(case, out, world_size, size, **overrides):
 
 def run(case, out, world_size, size):
     """One training run: what it saw at each step, its logs and its final weights."""
-    trainer = build(case, out, world_size, size)
-    trainer.train()
+    sharded = size.endswith("s")
+    with fsdp2_on_cpu() if sharded else nullcontext():
+        trainer = build(case, out, world_size, int(size.removesuffix("s")))
+        trainer.train()
+        assert trainer.accelerator.is_fsdp2 == sharded
     assert trainer.model.config._attn_implementation == "sdpa"
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    weights = {name: whole(p) for name, p in trainer.model.named_parameters() if p.requires_grad}
     if trainer.draft_model is not None:
         weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
     seen = {**trainer.seen, "logs": trainer.state.log_history, "weights": weights}
@@ -104,7 +109,7 @@ def run(case, out, world_size, size):
 
 
 def run_cases(rank, world_size, out, sizes, names):
-    return {name: {size: run(CASES[name], out, world_size, size) for size in [1, *sizes]} for name in names}
+    return {name: {size: run(CASES[name], out, world_size, size) for size in ["1", *sizes]} for name in names}
 
 
 def save_policies(out):
@@ -120,5 +125,4 @@ def save_policies(out):
 if __name__ == "__main__":
     folder, count, group_sizes, *cases = sys.argv[1:]
     save_policies(Path(folder))
-    group_sizes = [int(size) for size in group_sizes.split(",")]
-    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes, cases)
+    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes.split(","), cases)

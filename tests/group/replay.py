@@ -4,6 +4,8 @@ the group can be compared with plain data parallelism before anything is really 
 """
 
 import torch
+from fsdp2_on_cpu import whole
+from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
 from trl_codraft.group import ShardScores, new_loss_group
@@ -79,22 +81,27 @@ def token_reward(completion_ids, **kwargs):
 
 
 class Observed(GRPOTrainer):
-    """Keeps what a run does at each step: losses of microbatches, gradients, number of gradient reductions."""
+    """
+    Keeps what a run does at each step: losses of microbatches, gradients, and DDP's gradient reductions (`None` without
+    DDP).
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.seen = {"losses": [], "gradients": [], "reductions": 0}
 
     def training_step(self, model, inputs, num_items_in_batch):
-        if self._step == 0 and self.accelerator.num_processes > 1:
+        if self._step == 0 and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(self, _count_reductions)
+        elif self._step == 0 and self.accelerator.num_processes > 1:
+            self.seen["reductions"] = None
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.seen["losses"].append(loss.item())
         return loss
 
     def _clip_grad_norm(self, model):
         self.seen["gradients"].append(
-            {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+            {name: whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         )
         return super()._clip_grad_norm(model)
 
