@@ -32,6 +32,7 @@ from .group import (
     score_members,
     score_together,
 )
+from .progress import KnownProgress
 
 
 # What `GRPOTrainer._compute_loss` reads from its inputs, plus the ids and mask of a call that only scores, and the
@@ -69,7 +70,7 @@ SCHEDULE = (
 )
 
 
-class GroupedLoss(GRPOTrainer):
+class GroupedLoss(KnownProgress):
     """
     Computes losses and log-probs in groups of ranks. Without a `loss_group` it is [`~trl.GRPOTrainer`].
 

@@ -14,12 +14,23 @@ def seen(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("place", ["attention", "a reward"])
-@pytest.mark.parametrize("end", ["killed", "stalled"])
-def test_the_other_rank_ends_with_an_error_within_the_timeout(seen, end, place):
-    exit_code, seconds, message = seen[f"{end} in {place}"]
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "killed in attention",
+        "stalled in attention",
+        "killed in a reward",
+        "stalled in a reward",
+        "plain run, killed in a reward",
+    ],
+)
+def test_the_other_rank_ends_with_an_error_that_names_it_within_the_timeout(seen, fault):
+    exit_code, seconds, message = seen[fault]
     assert exit_code not in (0, None)
     assert seconds <= TIMEOUT + 10
-    assert message
-    if place == "attention":
+    if "attention" in fault:
         assert "no answer from rank 1" in message
+        assert "No rank has come less far than this one, rank 0: 'loss' of micro-step 2" in message
+    else:
+        assert "come least far: rank 1: 'rewards' of micro-step 2" in message
+        assert "This one, rank 0: 'rewards done' of micro-step 2" in message

@@ -30,7 +30,7 @@ CASE = {
 def strike(out, fault):
     """The end of the second rank."""
     (out / "struck").write_text(str(time.time()))
-    if fault.startswith("killed"):
+    if "killed" in fault:
         os._exit(9)
     time.sleep(3600)
 
@@ -49,7 +49,8 @@ def train(rank, world_size, out, fault):
             strike(out, fault)
         return token_reward(completion_ids)
 
-    trainer = build({**CASE, "steps_per_generation": 1}, out, world_size, 2, reward_funcs=faulty_reward)
+    size = 1 if fault.startswith("plain") else 2
+    trainer = build({**CASE, "steps_per_generation": 1}, out, world_size, size, reward_funcs=faulty_reward)
     try:
         with mock.patch.object(model, "ring_attention", faulty_attention):
             trainer.train()
@@ -72,5 +73,11 @@ def see(out, fault):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     save_policies(folder)
-    faults = ("killed in attention", "stalled in attention", "killed in a reward", "stalled in a reward")
+    faults = (
+        "killed in attention",
+        "stalled in attention",
+        "killed in a reward",
+        "stalled in a reward",
+        "plain run, killed in a reward",
+    )
     torch.save({fault: see(folder, fault) for fault in faults}, folder / "rank0.pt")

@@ -1,0 +1,67 @@
+"""What an error of a collective says about ranks that are late."""
+
+import pytest
+import torch.distributed as dist
+
+from trl_codraft.progress import NAMED_RANKS, STAGES, KnownProgress, ProgressBoard
+
+
+def boards(world_size):
+    store = dist.HashStore()
+    return [ProgressBoard(store, rank, world_size) for rank in range(world_size)]
+
+
+def test_ranks_that_have_come_least_far_are_named():
+    ranks = boards(4)
+    for rank, place in enumerate([(7, "rewards done"), (7, "rewards"), (7, "loss"), (7, "rewards")]):
+        ranks[rank].note(6, "loss")
+        ranks[rank].note(*place)
+    said = ranks[0].explanation()
+    assert "least far: rank 1: 'rewards' of micro-step 7" in said
+    assert "rank 3: 'rewards' of micro-step 7" in said
+    assert "This one, rank 0: 'rewards done' of micro-step 7" in said
+    assert "rank 2" not in said
+    ranks[2].note(6, "loss")
+    assert "least far: rank 2: 'loss' of micro-step 6" in ranks[0].explanation()
+
+
+def test_stages_of_a_micro_step_are_in_order():
+    ranks = boards(2)
+    for earlier, later in zip(STAGES, STAGES[1:], strict=False):
+        ranks[0].note(3, later)
+        ranks[1].note(3, earlier)
+        assert f"least far: rank 1: '{earlier}'" in ranks[0].explanation()
+
+
+def test_a_rank_that_is_late_itself_says_so_and_many_are_counted():
+    ranks = boards(NAMED_RANKS + 5)
+    for board in ranks:
+        board.note(1, "rewards")
+    assert "No rank has come less far than this one, rank 2" in ranks[2].explanation()
+    ranks[0].note(2, "rollouts")
+    assert "; and 4 more" in ranks[0].explanation()
+
+
+def test_a_store_that_is_gone_does_not_hide_the_error():
+    class Gone:
+        def check(self, keys):
+            raise RuntimeError("Connection refused")
+
+    board = boards(1)[0]
+    board.store = Gone()
+    assert "their store is gone (Connection refused)" in board.explanation()
+
+
+@pytest.mark.parametrize("text", ["Timed out waiting 10000ms for recv", "a tensor of the user"])
+def test_only_errors_of_collectives_are_explained(text):
+    trainer = KnownProgress.__new__(KnownProgress)
+    trainer._board = boards(2)[0]
+    trainer._board.note(1, "rewards")
+
+    @trainer._explained_errors()
+    def fail():
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError) as raised:
+        fail()
+    assert ("No rank has come less far" in str(raised.value)) == (text != "a tensor of the user")

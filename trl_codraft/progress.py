@@ -1,0 +1,157 @@
+"""
+Who is late. Every rank of a run says in the store that started the process group what it has come to; when a collective of
+TRL, Accelerate or torch then fails because some rank is missing from it, the error names the ranks that have come least
+far. Collectives of our groups name theirs themselves (`group/exchange.py`).
+
+With NCCL the watchdog ends a process that waits too long without an exception, unless `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`;
+then there is nothing to add to.
+"""
+
+import functools
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+from torch import nn
+from trl import GRPOTrainer
+
+from .group import attributes_set
+
+
+# In the order in which a micro-step goes through them.
+STAGES = ("rollouts", "rollouts done", "rewards", "rewards done", "loss")
+# What torch's own errors and those of gloo say when a rank is gone or late.
+COLLECTIVE_ERRORS = ("Timed out waiting", "Connection closed by peer", "Connection reset", "pair closure", "gloo")
+NAMED_RANKS = 8
+
+
+@dataclass
+class Progress:
+    """
+    What a rank has come to.
+
+    Attributes:
+        micro_step (`int`): micro-steps since training began.
+        stage (`str`): one of `STAGES`.
+        time (`float`): when, in seconds of that machine's clock.
+    """
+
+    micro_step: int
+    stage: str
+    time: float
+
+    def __str__(self) -> str:
+        return f"{self.stage!r} of micro-step {self.micro_step}, {time.time() - self.time:.0f} s ago"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Larger the further a rank has come."""
+        return self.micro_step, STAGES.index(self.stage)
+
+
+class ProgressBoard:
+    """
+    The progress of all ranks, in a store that all of them can reach.
+
+    Args:
+        store (`torch.distributed.Store`):
+            Kept by a process that outlives the ranks where possible, as torchrun does.
+        rank (`int`), world_size (`int`):
+            Of this process.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int):
+        self.store, self.rank, self.world_size = dist.PrefixStore("trl_codraft/progress", store), rank, world_size
+
+    def note(self, micro_step: int, stage: str) -> None:
+        """Says what this rank has come to."""
+        self.store.set(str(self.rank), json.dumps(asdict(Progress(micro_step, stage, time.time()))))
+
+    def read(self) -> dict[int, Progress]:
+        """Of every rank that has said anything."""
+        known = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
+        return {rank: Progress(**json.loads(self.store.get(str(rank)))) for rank in known}
+
+    def explanation(self) -> str:
+        """Which ranks have come least far, and this one for comparison."""
+        try:
+            progress = self.read()
+        except RuntimeError as error:  # every error of a store is one
+            return f"What the other ranks have come to is unknown, their store is gone ({error})."
+        own = progress.get(self.rank)
+        least = min(state.place for state in progress.values())
+        late = [rank for rank, state in progress.items() if state.place == least]
+        if own is None or own.place == least:
+            return f"No rank has come less far than this one, rank {self.rank}: {own}."
+        named = "; ".join(f"rank {rank}: {progress[rank]}" for rank in late[:NAMED_RANKS])
+        more = f"; and {len(late) - NAMED_RANKS} more" if len(late) > NAMED_RANKS else ""
+        return f"Ranks that have come least far: {named}{more}. This one, rank {self.rank}: {own}."
+
+
+class KnownProgress(GRPOTrainer):
+    """Notes what this rank has come to, and explains errors of collectives by what the others have."""
+
+    _board: ProgressBoard | None = None
+
+    def train(self, *args, **kwargs):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._board = ProgressBoard(store, dist.get_rank(), dist.get_world_size())
+        with self._explained_errors():
+            return super().train(*args, **kwargs)
+
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self._board is None or not (
+                isinstance(error, dist.DistError) or any(text in str(error) for text in COLLECTIVE_ERRORS)
+            ):
+                raise
+            raise RuntimeError(f"{error}\n{self._board.explanation()}") from error
+
+    def _note(self, stage: str) -> None:
+        if self._board is not None:
+            self._board.note(self._step, stage)
+
+    def _noting(self, function: Callable, stage: str) -> Callable:
+        """The same function, after which a stage is reached."""
+
+        @functools.wraps(function)
+        def noting(*args, **kwargs):
+            result = function(*args, **kwargs)
+            self._note(stage)
+            return result
+
+        return noting
+
+    def _generate(self, prompts):
+        self._note("rollouts")
+        if self.rollout_func is None:
+            return super()._generate(prompts)
+        with attributes_set(self, rollout_func=self._noting(self.rollout_func, "rollouts done")):
+            return super()._generate(prompts)
+
+    def _generate_single_turn(self, *args, **kwargs):
+        result = super()._generate_single_turn(*args, **kwargs)
+        self._note("rollouts done")
+        return result
+
+    def _calculate_rewards(self, *args):
+        self._note("rewards")
+        *others, last = self.reward_funcs
+        if self._board is None or isinstance(last, nn.Module) or inspect.iscoroutinefunction(last):
+            return super()._calculate_rewards(*args)
+        # TRL runs the functions and gathers what they return in one go.
+        with attributes_set(self, reward_funcs=[*others, self._noting(last, "rewards done")]):
+            return super()._calculate_rewards(*args)
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        self._note("loss")
+        return inputs
