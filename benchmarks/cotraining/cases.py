@@ -49,7 +49,7 @@ class Case:
         num_passes (`int`), num_draft_tokens (`int`):
             TTT passes of training, and draft tokens of real rollouts.
         plateau_updates, plateau_patience (`int`):
-            Most updates before the trajectory, and evaluations without a gain after which they end.
+            Most updates at one learning rate before the trajectory, and evaluations without a gain that end them.
         learning_rate (`float`):
             The draft's, along the trajectory.
     """
@@ -66,7 +66,7 @@ class Case:
     num_passes: int = 4
     num_draft_tokens: int = 2
     plateau_updates: int = 400
-    plateau_patience: int = 4
+    plateau_patience: int = 3
     pretrain_learning_rate: float = 1e-3
     learning_rate: float = 2e-4
     comparison: dict[str, Any] = field(default_factory=lambda: {"batch_size": 4})

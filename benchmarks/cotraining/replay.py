@@ -27,7 +27,7 @@ from .cases import Case
 
 WARMUP = 10
 # A fresh draft and its plateau phase: rollouts per window, and how often each is trained on.
-WINDOW_ROWS, WINDOW_PASSES = 64, 4
+WINDOW_ROWS, WINDOW_PASSES = 64, 2
 PLATEAU_GAIN = 0.005
 
 
@@ -195,7 +195,9 @@ def train_to_plateau(
     say: Callable[[str], None],
 ) -> DraftTrainer:
     """
-    Trains a draft on rollouts of the base policy until its accept length on held-out ones stops growing.
+    Trains a draft on rollouts of the base policy until its accept length on held-out ones stops growing: a fresh one at
+    the learning rate of pretraining first, then every one at that of co-training, so that a later gain is not merely that
+    of a smaller rate.
 
     Args:
         policy ([`Policy`]):
@@ -212,28 +214,37 @@ def train_to_plateau(
     case = policy.case
     prompts = prompt_stream(case, seed)
     held_out = [policy.pack(rollout)[0] for rollout in base_rollouts(policy, prompts, WINDOW_ROWS)]
-    if draft is None:
+    fresh = draft is None
+    if fresh:
         draft = fresh_draft(policy, held_out[0], base_rollouts(policy, prompts, WINDOW_ROWS))
     trainer = DraftTrainer(draft, policy.head, arguments, num_training_steps=case.plateau_updates)
-    best = accept_length(draft, policy.head, held_out, case.num_passes)
+    if fresh:
+        with trainer.pretraining():
+            _train_while_it_helps(policy, trainer, held_out, prompts, say)
+    _train_while_it_helps(policy, trainer, held_out, prompts, say)
+    return trainer
+
+
+def _train_while_it_helps(policy: Policy, trainer: DraftTrainer, held_out: list[DraftBatch], prompts, say) -> None:
+    """Windows of fresh rollouts, each trained on a few times, until several in a row gain nothing."""
+    case = policy.case
+    per_update = case.rows // case.grpo["per_device_train_batch_size"]
+    best = accept_length(trainer.draft, policy.head, held_out, case.num_passes)
     say(f"[plateau] accept length {best:.3f} before")
     updates = waited = 0
-    with trainer.pretraining():
-        while updates < case.plateau_updates and waited < case.plateau_patience:
-            windows = [policy.pack(rollout)[0] for rollout in base_rollouts(policy, prompts, WINDOW_ROWS)]
-            per_update = case.rows // case.grpo["per_device_train_batch_size"]
-            for _ in range(WINDOW_PASSES):
-                for start in range(0, len(windows), per_update):
-                    for batch in windows[start : start + per_update]:
-                        trainer.accumulate(batch)
-                    trainer.step()
-                    updates += 1
-            reached = accept_length(draft, policy.head, held_out, case.num_passes)
-            waited = 0 if reached > best * (1 + PLATEAU_GAIN) else waited + 1
-            best = max(best, reached)
-            say(f"[plateau] accept length {reached:.3f} after {updates} updates")
+    while updates < case.plateau_updates and waited < case.plateau_patience:
+        windows = [policy.pack(rollout)[0] for rollout in base_rollouts(policy, prompts, WINDOW_ROWS)]
+        for _ in range(WINDOW_PASSES):
+            for start in range(0, len(windows), per_update):
+                for batch in windows[start : start + per_update]:
+                    trainer.accumulate(batch)
+                trainer.step()
+                updates += 1
+        reached = accept_length(trainer.draft, policy.head, held_out, case.num_passes)
+        waited = 0 if reached > best * (1 + PLATEAU_GAIN) else waited + 1
+        best = max(best, reached)
+        say(f"[plateau] accept length {reached:.3f} after {updates} updates")
     say(f"[plateau] {'reached' if waited >= case.plateau_patience else 'not reached: budget spent'}")
-    return trainer
 
 
 def fresh_draft(policy: Policy, batch: DraftBatch, rollouts: list[dict]) -> Eagle3DraftModel:
