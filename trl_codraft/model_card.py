@@ -34,6 +34,12 @@ CITATIONS = """\
 ```"""
 
 
+SAMPLING_HINT = (
+    'Where it mostly samples, add `"draft_sample_method": "probabilistic"` to the configuration: vLLM drafts greedily by '
+    "default, and of a greedy draft less is accepted at temperatures above 0."
+)
+
+
 def serve_commands(draft: str, policy: str, num_draft_tokens: int = 3) -> dict[str, str]:
     """
     The command lines that serve a policy with its draft.
@@ -127,7 +133,8 @@ def draft_card(
         f"An EAGLE-3 draft for speculative decoding with `{policy}`, trained inside the GRPO step of that policy with "
         "`trl-codraft`. It proposes tokens; the policy verifies them, so its output distribution does not change.",
         f"## Accept length\n\n{_score_table(scores)}",
-        f"## Serve\n\nvLLM:\n\n```bash\n{commands['vllm']}\n```\n\nSGLang:\n\n```bash\n{commands['sglang']}\n```",
+        f"## Serve\n\nvLLM:\n\n```bash\n{commands['vllm']}\n```\n\n{SAMPLING_HINT}\n\n"
+        f"SGLang:\n\n```bash\n{commands['sglang']}\n```",
     ]
     if limits(config):
         parts.append("Limits of this draft:\n\n" + "\n".join(f"- {sentence}" for sentence in limits(config)))
