@@ -297,8 +297,9 @@ def _announce_plan(
     size, draft = args.pipeline_parallel_size, trainer.draft_model
     num_microbatches = args.gradient_accumulation_steps * size * args.context_parallel_size
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    # fp32 weights, gradients and two moments, and the copy that rolls out.
-    draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters()) * 5
+    # fp32 weights, gradients and two moments, and the copy that rolls out where no engine does.
+    copies = 4 if args.use_vllm else 5
+    draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters()) * copies
     try:
         plan = plan_memory(
             policy,

@@ -1,0 +1,93 @@
+"""
+What each rank of a pipeline would hold of a large policy, before anything is allocated: the table that the trainer prints
+when it is built, for a policy of a given shape on a given number of GPUs, ranks holding their stages alone (rollouts by a
+vLLM server). Calculated from shapes, nothing is run: see `trl_codraft/pp/planner.py` for what is counted and what is not.
+
+By default the shape of Mistral-Large-Instruct-2411 (123B weights, 88 layers) on 2 nodes of 8 GPUs of 131 GiB (H200),
+bfloat16, microbatches of one row of 8,192 tokens, one micro-step, gradient checkpointing, a draft of the full vocabulary on every rank.
+
+    python benchmarks/pp_plan.py
+"""
+
+import argparse
+from types import SimpleNamespace
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft.pp.planner import plan_memory
+from trl_codraft.pp.split import balance_layers, head_cost_of
+
+
+SHAPE = {
+    "hidden_size": 12288,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 88,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32768,
+    "sliding_window": None,
+}
+
+
+def bytes_of_parts(policy, layers: tuple[int, ...]) -> list[tuple[int, int]]:
+    """By rank, the bytes of its stage and of what is trained of it."""
+    base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    stages, end = [], 0
+    for count in layers:
+        stages.append([p for layer in base.model.layers[end : end + count] for p in layer.parameters()])
+        end += count
+    stages[0].append(base.get_input_embeddings().weight)
+    stages[-1] += [base.model.norm.weight, base.get_output_embeddings().weight]
+    return [(sum(p.nbytes for p in stage), sum(p.nbytes for p in stage if p.requires_grad)) for stage in stages]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--gpus", type=int, default=16)
+    parser.add_argument("--memory", type=float, default=131, help="GiB of a GPU")
+    parser.add_argument("--columns", type=int, default=8192, help="tokens of a row")
+    parser.add_argument("--micro_steps", type=int, default=1, help="gradient_accumulation_steps")
+    args = parser.parse_args()
+    config = MistralConfig(**SHAPE)
+    with torch.device("meta"):
+        draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(config))
+    # fp32 weights, gradients and two moments.
+    draft_bytes = 4 * sum(parameter.numel() * 4 for parameter in draft.parameters())
+    print(f"draft of {sum(p.numel() for p in draft.parameters()) / 1e9:.2f}B weights, taps {draft.config.tap_layers}")
+    cases = [
+        SimpleNamespace(name="all weights, p = 16", ranks=args.gpus, lora=False),
+        SimpleNamespace(name="all weights, p = 8, state shared by 2 ranks", ranks=args.gpus // 2, lora=False),
+        SimpleNamespace(name="LoRA of rank 16, p = 8", ranks=args.gpus // 2, lora=True),
+    ]
+    for case in cases:
+        with torch.device("meta"):
+            policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            layers = balance_layers(config.num_hidden_layers, case.ranks, head_cost=head_cost_of(policy))
+            adapted = get_peft_model(policy, LoraConfig(r=16, target_modules="all-linear")) if case.lora else policy
+        plan = plan_memory(
+            policy,
+            layers,
+            num_ranks=case.ranks,
+            num_microbatches=args.micro_steps * case.ranks,
+            rows=1,
+            columns=args.columns,
+            tap_layers=draft.config.tap_layers,
+            gradient_checkpointing=True,
+            state_sharers=args.gpus // case.ranks,
+            draft_bytes=draft_bytes,
+            draft_everywhere=True,
+            replica=False,
+            parts=bytes_of_parts(adapted, layers),
+        )
+        most = max(rank.total for rank in plan.ranks) / 2**30
+        verdict = "fits" if most < args.memory else "does not fit"
+        print(f"\n{case.name}, layers {list(layers)}: at most {most:.1f} GiB, {verdict} in {args.memory:.0f} GiB")
+        print(plan.table())
+
+
+if __name__ == "__main__":
+    main()
