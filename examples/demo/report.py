@@ -144,4 +144,5 @@ def table(comparison: dict) -> str:
     for arm in comparison["arms"]:
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
         lines.append(f"{arm['name']:<28}{length:>14}{arm['tokens_per_cpu_second']:>16.1f}{arm['ratio']:>8.2f}")
+    lines.append("tokens / CPU s: one thread, prefills included; the log's tokens/s are wall clock, on all threads")
     return "\n".join(lines)
