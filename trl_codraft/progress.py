@@ -3,7 +3,7 @@ Who is late. Every rank of a run says in the store that started the process grou
 TRL, Accelerate or torch then fails because some rank is missing from it, the error names the ranks that have come least
 far. Collectives of our groups name theirs themselves (`group/exchange.py`).
 
-With NCCL the watchdog ends a process that waits too long without an exception, unless `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`;
+With NCCL the watchdog ends a process that waits too long without an exception, unless `TORCH_NCCL_BLOCKING_WAIT=1`;
 then there is nothing to add to.
 """
 
