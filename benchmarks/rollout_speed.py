@@ -155,7 +155,7 @@ def bare_costs(bench: Bench, rows: int, lengths: list[int], repeats: int) -> tup
     return {k: statistics.median(times) for k, times in forwards.items()}, statistics.median(steps)
 
 
-def engine(bench: Bench, rows: int, lengths: list[int], repeats: int) -> None:
+def engine(bench: Bench, rows: int, lengths: list[int], repeats: int, ends: bool) -> None:
     print(f"\n== engine, batch {rows}: greedy {check_greedy(bench, rows, bench.draft, lengths[-1])}", flush=True)
     forwards, step = bare_costs(bench, rows, lengths, max(repeats, 5))
     shown = ", ".join(f"k={k} {1e3 * seconds:.0f}" for k, seconds in forwards.items())
@@ -163,7 +163,10 @@ def engine(bench: Bench, rows: int, lengths: list[int], repeats: int) -> None:
     print(
         f"{'':8}{'k':>3}{'speed-up':>10}{'decoding':>10}{'AL':>7}{'tokens':>8}{'R':>7}{'tokens/R':>10}{'efficiency':>12}"
     )
+    eos = bench.policy.generation_config.eos_token_id
     for kind in SAMPLING:
+        # Greedy rows are the same in all arms and may end; sampled ones would end at different lengths in each.
+        bench.policy.generation_config.eos_token_id = eos if ends or kind == "greedy" else None
         arms = {k: bench.decoder(bench.draft, k) for k in lengths}
         whole, decoding = ({k: [] for k in lengths} for _ in range(2))
         for turn in range(repeats):
@@ -186,6 +189,7 @@ def engine(bench: Bench, rows: int, lengths: list[int], repeats: int) -> None:
                 flush=True,
             )
             arms[k].close()
+    bench.policy.generation_config.eos_token_id = eos
 
 
 def bound(ratios: list[float]) -> tuple[float, float]:
@@ -243,7 +247,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="turns of the auto section")
     parser.add_argument("--kinds", nargs="+", default=["T=1"], choices=list(SAMPLING), help="of the auto section")
     parser.add_argument("--drafts", nargs="+", default=["trained", "useless"], choices=["trained", "useless"])
-    parser.add_argument("--no_ends", action="store_true", help="auto: all rows run to the limit, for less noise")
+    parser.add_argument("--no_ends", action="store_true", help="sampled rows run to the limit, for less noise")
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--draft", default=None, help="folder of a draft; default: trained and cached by the script")
     args = parser.parse_args()
@@ -253,7 +257,7 @@ def main() -> None:
     print(f"draft: {bench.budget}")
     for rows in args.batches:
         if "engine" in args.sections:
-            engine(bench, rows, args.lengths, args.repeats)
+            engine(bench, rows, args.lengths, args.repeats, not args.no_ends)
         if "auto" in args.sections:
             for kind in args.kinds:
                 auto(bench, rows, kind, args.pairs, args.drafts, not args.no_ends)

@@ -194,7 +194,7 @@ def switch_case(steps: int) -> Case:
             "max_steps": steps,
         },
         draft={"tap_layers": [1, 2, 3]},
-        learning_rate=5e-4,
+        learning_rate=4e-3,  # the best of 5e-4 to 4e-3 on another seed
     )
 
 
