@@ -54,8 +54,12 @@ class StepBudget(TrainerCallback):
                 f"{last['draft/accept_length_sim']:.2f}"
             )
         if self.steps is None:
-            self.say(f"[grpo] the first step decides how many fit into {self.seconds:.0f} s, at least {self.min_steps}")
-        self.bar = tqdm(total=self.steps or self.min_steps, desc="GRPO", unit="step", disable=not state.is_world_process_zero)
+            self.say(
+                f"[grpo] the first step decides how many fit into {self.seconds:.0f} s, at least {self.min_steps}"
+            )
+        self.bar = tqdm(
+            total=self.steps or self.min_steps, desc="GRPO", unit="step", disable=not state.is_world_process_zero
+        )
         self.began = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
