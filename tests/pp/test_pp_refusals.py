@@ -251,7 +251,7 @@ def test_the_dtype_between_stages_is_that_of_the_residual_stream(dtype):
 @pytest.mark.parametrize(("context", "columns"), [(1, 10), (4, 3)])
 @pytest.mark.parametrize("learns", [True, False])
 def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch):
-    """Columns of a shard, taps only where a draft learns from them, state that ranks share."""
+    """Columns of a shard, taps only where a draft learns from them, state that ranks share, a copy that rolls out."""
     planned = {}
     monkeypatch.setattr(pipeline_group, "plan_memory", lambda *arguments, **sizes: planned.update(sizes))
     args = SimpleNamespace(
@@ -268,6 +268,7 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
         draft_train=learns,
         draft_pretrain_steps=4,
         holds_whole_policy=True,
+        use_vllm=not learns,
     )
     trainer = SimpleNamespace(
         args=args,
@@ -281,7 +282,7 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
     assert planned["columns"] == columns
     assert planned["num_microbatches"] == 3 * 2 * context
     assert planned["tap_layers"] == ((0, 2) if learns else ())
-    assert planned["draft_bytes"] == 5 * 6 * 4
+    assert planned["draft_bytes"] == (5 if learns else 4) * 6 * 4
 
 
 def test_an_optimizer_of_an_unknown_kind_is_not_shared():
