@@ -23,7 +23,7 @@ from .group import attributes_set
 
 
 # In the order in which a micro-step goes through them.
-STAGES = ("rollouts", "rollouts done", "rewards", "rewards done", "loss")
+STAGES = ("nothing yet", "rollouts", "rollouts done", "rewards", "rewards done", "loss")
 # What torch's own errors and those of gloo say when a rank is gone or late.
 COLLECTIVE_ERRORS = ("Timed out waiting", "Connection closed by peer", "Connection reset", "pair closure", "gloo")
 NAMED_RANKS = 8
@@ -71,10 +71,11 @@ class ProgressBoard:
         """Says what this rank has come to."""
         self.store.set(str(self.rank), json.dumps(asdict(Progress(micro_step, stage, time.time()))))
 
-    def read(self) -> dict[int, Progress]:
-        """Of every rank that has said anything."""
-        known = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
-        return {rank: Progress(**json.loads(self.store.get(str(rank)))) for rank in known}
+    def read(self) -> list[Progress]:
+        """By rank. One that has never said anything has come to nothing yet."""
+        silent = json.dumps(asdict(Progress(0, STAGES[0], time.time())))
+        names = map(str, range(self.world_size))
+        return [Progress(**json.loads(self.store.get(n) if self.store.check([n]) else silent)) for n in names]
 
     def explanation(self) -> str:
         """Which ranks have come least far, and this one for comparison."""
@@ -82,10 +83,9 @@ class ProgressBoard:
             progress = self.read()
         except RuntimeError as error:  # every error of a store is one
             return f"What the other ranks have come to is unknown, their store is gone ({error})."
-        own = progress.get(self.rank)
-        least = min(state.place for state in progress.values())
-        late = [rank for rank, state in progress.items() if state.place == least]
-        if own is None or own.place == least:
+        own, least = progress[self.rank], min(state.place for state in progress)
+        late = [rank for rank, state in enumerate(progress) if state.place == least]
+        if own.place == least:
             return f"No rank has come less far than this one, rank {self.rank}: {own}."
         named = "; ".join(f"rank {rank}: {progress[rank]}" for rank in late[:NAMED_RANKS])
         more = f"; and {len(late) - NAMED_RANKS} more" if len(late) > NAMED_RANKS else ""
@@ -101,6 +101,8 @@ class KnownProgress(GRPOTrainer):
         if dist.is_initialized() and dist.get_world_size() > 1:
             store = dist.distributed_c10d._get_default_store()
             self._board = ProgressBoard(store, dist.get_rank(), dist.get_world_size())
+            # In place of what an earlier run of this process came to.
+            self._note(STAGES[0])
         with self._explained_errors():
             return super().train(*args, **kwargs)
 

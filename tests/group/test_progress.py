@@ -33,6 +33,14 @@ def test_stages_of_a_micro_step_are_in_order():
         assert f"least far: rank 1: '{earlier}'" in ranks[0].explanation()
 
 
+def test_a_rank_that_has_said_nothing_is_late_and_nobody_having_said_anything_is_no_error():
+    ranks = boards(3)
+    assert "No rank has come less far than this one, rank 0: 'nothing yet'" in ranks[0].explanation()
+    ranks[0].note(0, "rollouts")
+    ranks[2].note(0, "rewards")
+    assert "least far: rank 1: 'nothing yet' of micro-step 0" in ranks[0].explanation()
+
+
 def test_a_rank_that_is_late_itself_says_so_and_many_are_counted():
     ranks = boards(NAMED_RANKS + 5)
     for board in ranks:
@@ -64,4 +72,4 @@ def test_only_errors_of_collectives_are_explained(text):
 
     with pytest.raises(RuntimeError) as raised:
         fail()
-    assert ("No rank has come less far" in str(raised.value)) == (text != "a tensor of the user")
+    assert ("least far: rank 1" in str(raised.value)) == (text != "a tensor of the user")
