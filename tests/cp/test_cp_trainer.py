@@ -6,7 +6,7 @@ weights, on replayed rollouts.
 
 import pytest
 import torch
-from cp.trainer_cases import CASES, DEFAULT_CASES, SHARDED_CASES, TOLERANCE, TOLERANCES
+from cp.trainer_cases import CASES, DEFAULT_CASES, LOCKSTEP, SHARDED_CASES, TOLERANCE, TOLERANCES
 from group.comparison import assert_close, assert_same_training
 from group.forked_ranks import started_once
 
@@ -20,14 +20,20 @@ SLOW_RUNS = {
     "2 ranks, every case": (2, ("2", "1s", "2s"), list(CASES), 2400),
     "4 ranks, every case": (4, ("2", "4", "2s", "4s"), list(CASES), 2400),
 }
-# Ranks of a sharded policy run as many forwards as the one whose rollouts take longest.
-LOCKSTEP = "rollout/policy_forwards"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What the ranks of a line saw, started when it is first asked for."""
     return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "trainer_worker.py", folder="cp")
+
+
+def assert_top1_within_a_token(ours, plain):
+    """Under bf16 a draft may guess one token more or less of the 37 or more of a step; compared here alone."""
+    for entry, expected in zip(ours, plain, strict=True):
+        for key in [key for key in expected if key.startswith("draft/top1")]:
+            assert abs(entry[key] - expected[key]) <= 1 / 36, key
+            entry[key] = expected[key]
 
 
 PARAMETERS = [
@@ -52,7 +58,12 @@ def assert_same_run(ours, plain, tolerance):
 def test_context_parallelism_changes_no_loss_gradient_metric_or_weight(runs, line, name, size):
     for rank in runs(line):
         ours, plain = rank[name][size], rank[name]["1"]
+        if name == "bf16":
+            assert_top1_within_a_token(ours["logs"], plain["logs"])
         if size.endswith("s"):
+            # FSDP2 reduces gradients without DDP's hook.
+            assert ours["reductions"] is None
+            ours["reductions"] = plain["reductions"]
             for entry, expected in zip(ours["logs"], plain["logs"], strict=True):
                 assert entry.get(LOCKSTEP, 0) >= expected.get(LOCKSTEP, 0)
                 entry |= {LOCKSTEP: expected[LOCKSTEP]} if LOCKSTEP in expected else {}

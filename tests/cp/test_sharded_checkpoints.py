@@ -6,15 +6,12 @@ rollouts, checkpoints and resume.
 import pytest
 import torch
 from cp.test_cp_checkpoints import timeless
-from cp.trainer_cases import TOLERANCES
+from cp.trainer_cases import LOCKSTEP, TOLERANCES
 from group.comparison import assert_close
 from group.forked_ranks import run_script
 from transformers import AutoModelForCausalLM
 
 from trl_codraft import Eagle3DraftModel, validate_draft
-
-
-LOCKSTEP = "rollout/policy_forwards"
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["alone", "under CP"])

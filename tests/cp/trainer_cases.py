@@ -66,6 +66,9 @@ DEFAULT_CASES = [
     "checkpointed lora",
 ]
 
+# Ranks of a sharded policy run as many forwards as the one whose rollouts take longest.
+LOCKSTEP = "rollout/policy_forwards"
+
 # With a policy that FSDP2 shards.
 SHARDED_CASES = ["dapo", "checkpointed experts", "checkpointed lora"]
 
@@ -75,6 +78,5 @@ TOLERANCES = {
     "experts": (1e-5, 5e-7),
     "checkpointed experts": (1e-5, 5e-7),
     "speculative": (1e-5, 1e-6),
-    # Of some forty tokens, one more or less that a draft guesses.
-    "bf16": (3e-2, 3e-2),
+    "bf16": (3e-2, 2e-2),
 }

@@ -77,7 +77,7 @@ def emulate_torch(monkeypatch, calls: list):
     return flash_operators.TorchFlash()
 
 
-def install_flash_attn(monkeypatch, calls: list, version: str = "2.8.3", **replaced):
+def install_flash_attn(monkeypatch, calls: list, version: str = "2.8.3"):
     """Installs a package flash-attn with the signatures of 2.8.3 (`flash_attn/flash_attn_interface.py`)."""
 
     def _flash_attn_varlen_forward(
@@ -142,8 +142,6 @@ def install_flash_attn(monkeypatch, calls: list, version: str = "2.8.3", **repla
     interface = types.ModuleType("flash_attn.flash_attn_interface")
     interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
     interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
-    for name, value in replaced.items():
-        monkeypatch.setattr(interface, name, value)
     package = types.ModuleType("flash_attn")
     package.flash_attn_interface = interface
     monkeypatch.setitem(sys.modules, "flash_attn", package)
