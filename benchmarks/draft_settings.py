@@ -38,7 +38,6 @@ SETTINGS: dict[str, dict] = {
     "learning rate 3e-3": {"pretrain_learning_rate": 3e-3},
     "no warm-up": {"warmup_steps": 0},
     "2 TTT passes": {"num_passes": 2},
-    "3 TTT passes": {"num_passes": 3},
     "6 TTT passes": {"num_passes": 6},
     "decay 0.6": {"decay": 0.6},
     "decay 1.0": {"decay": 1.0},
