@@ -55,6 +55,9 @@ class OracleDraft(nn.Module):
     def compute_logits(self, hidden):
         return hidden[..., self.target_ids].float()
 
+    def logits_of(self, ids):
+        return self.policy(ids, use_cache=False).logits
+
     def _ids(self, embeds):
         table = self.policy.get_input_embeddings().weight
         return torch.cdist(embeds.double(), table.double()).argmin(-1)
@@ -66,7 +69,7 @@ class OracleDraft(nn.Module):
         store = torch.stack((current, following), -1)[:, None].double()
         known, _ = cache.update(store, store, 0)
         ids = torch.cat((known[:, 0, :1, 0], known[:, 0, :, 1]), 1).long()
-        logits = self.policy(ids.contiguous(), use_cache=False).logits
+        logits = self.logits_of(ids.contiguous())
         rows = torch.arange(len(ids))[:, None]
         outputs = logits[rows, position_ids + 1]
         if self.corrupt is not None:

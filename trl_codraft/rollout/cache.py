@@ -28,16 +28,19 @@ class RaggedCache(Cache):
             Largest number of slots a row can ever need.
         initial_slots (`int`, *optional*, defaults to `max_slots`):
             Number of slots to allocate first. Buffers grow by half when a forward needs more.
+        spare_rows (`int`, *optional*, defaults to `0`):
+            Rows to allocate behind the others, for forwards whose batch is padded.
     """
 
-    def __init__(self, num_rows: int, max_slots: int, initial_slots: int | None = None):
+    def __init__(self, num_rows: int, max_slots: int, initial_slots: int | None = None, spare_rows: int = 0):
         super().__init__(layers=[])
         self.num_rows = num_rows
+        self._spare_rows = spare_rows
         self.max_slots = max_slots
         self.capacity = max(1, min(max_slots, initial_slots if initial_slots is not None else max_slots))
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lines: torch.Tensor | None = None
-        self._visible = 0
+        self._batch, self._visible = num_rows, 0
 
     @property
     def is_filled(self) -> bool:
@@ -50,7 +53,7 @@ class RaggedCache(Cache):
 
         Args:
             slots (`torch.LongTensor` of shape `(B, q)`):
-                Slot of each column, -1 for padding columns.
+                Slot of each column, -1 for padding columns. Rows behind the cache's own are padding.
             visible (`int`):
                 Number of leading slots the attention sees: an upper bound of `slots.max() + 1`.
 
@@ -61,7 +64,8 @@ class RaggedCache(Cache):
             raise ValueError(f"The forward needs {visible} cache slots, but the cache was made for {self.max_slots}.")
         if visible > self.capacity:
             self._grow(min(self.max_slots, max(visible, self.capacity + self.capacity // 2 + 64)))
-        rows = torch.arange(self.num_rows, device=slots.device)[:, None]
+        self._batch = len(slots)
+        rows = torch.arange(self._batch, device=slots.device)[:, None]
         self._lines = (rows * (self.capacity + 1) + torch.where(slots < 0, self.capacity, slots)).flatten()
         self._visible = visible
 
@@ -74,7 +78,7 @@ class RaggedCache(Cache):
         views = []
         for buffer, states in zip(self._buffers[layer_idx], (key_states, value_states), strict=True):
             buffer.flatten(0, 1).index_copy_(0, self._lines, states.transpose(1, 2).flatten(0, 1))
-            views.append(buffer[: self.num_rows, : self._visible].transpose(1, 2))
+            views.append(buffer[: self._batch, : self._visible].transpose(1, 2))
         return views[0], views[1]
 
     def compact(self, keep: list[bool]) -> list[int]:
@@ -119,7 +123,7 @@ class RaggedCache(Cache):
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         """A buffer for states `(B, Hkv, any, D)`."""
         # Zeros, not empty: hidden slots are multiplied by a zero probability, which does not absorb NaN.
-        return states.new_zeros(self.num_rows, self.capacity + 1, states.shape[1], states.shape[-1])
+        return states.new_zeros(self.num_rows + self._spare_rows, self.capacity + 1, states.shape[1], states.shape[-1])
 
     def _grow(self, capacity: int) -> None:
         """Moves every buffer into a larger one, one at a time."""

@@ -46,7 +46,8 @@ class Round:
         kept (`list[int]`): how many of them the verification kept.
         committed (`int`): tokens committed, over all rows.
         seconds (`float`): time of the round.
-        backlog (`bool`): whether the draft first had to read more than the previous round's tokens.
+        unusual (`bool`): whether it took longer than such rounds do, because the draft first had to read more than the
+            previous round's tokens, or because forwards were recorded.
     """
 
     active_rows: int
@@ -54,7 +55,7 @@ class Round:
     kept: list[int]
     committed: int
     seconds: float
-    backlog: bool = False
+    unusual: bool = False
 
 
 class FixedDraftLength:
@@ -211,8 +212,8 @@ class DraftLengthController:
         bucket = row_bucket(finished.active_rows)
         rows = self._enter(bucket)
         self.acceptance.count(finished.drafted, finished.kept)
-        if finished.backlog:
-            # What the draft had to catch up with would not recur: measure this length in the next round instead.
+        if finished.unusual:
+            # What was done besides would not recur: measure this length in the next round instead.
             if k > 0 and (self._trying or k not in rows.ratios):
                 self._repeat = k
         else:

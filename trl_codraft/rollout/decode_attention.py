@@ -93,3 +93,4 @@ def decoding_attention(policy: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+        _masks.clear()

@@ -10,12 +10,14 @@ vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..modeling.teacher import PolicyHead
-from .cache import RaggedCache, causal_mask
+from .cache import causal_mask
+from .static_shapes import LiveSteps, padded
 
 
 # Columns of true rows behind the prompt that may wait before they enter the cache although nobody drafts from them.
@@ -39,6 +41,8 @@ class DraftRollout:
             Largest number of positions a row can reach.
         initial_slots (`int`):
             Slots to allocate first.
+        steps ([`LiveSteps`], *optional*):
+            How forwards behind the prompt run; as they come by default.
 
     Attributes:
         vocab_size (`int`):
@@ -46,13 +50,22 @@ class DraftRollout:
             vocabulary.
     """
 
-    def __init__(self, draft: nn.Module, head: PolicyHead, num_rows: int, max_positions: int, initial_slots: int):
+    def __init__(
+        self,
+        draft: nn.Module,
+        head: PolicyHead,
+        num_rows: int,
+        max_positions: int,
+        initial_slots: int,
+        steps: LiveSteps | None = None,
+    ):
         self.draft = draft
         self.head = head
+        self.steps = LiveSteps() if steps is None else steps
         self.vocab_size = draft.config.vocab_size
         self.target_ids = draft.target_ids
         self.limit = min(max_positions, draft.config.max_position_embeddings)
-        self.cache = RaggedCache(num_rows, self.limit, min(initial_slots, self.limit))
+        self.cache = self.steps.cache(num_rows, self.limit, min(initial_slots, self.limit))
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._waiting_columns = 0
         self._root_hidden: torch.Tensor | None = None
@@ -114,14 +127,20 @@ class DraftRollout:
         """
         self._catch_up()
         wanted = torch.tensor(counts, device=self._root.device)
-        hidden, tokens = self._root_hidden, []
-        for step in range(max(counts)):
-            if step > 0:
-                positions = torch.where(wanted > step, self._root + step, -1)[:, None]
-                embeds = self.head.embed(tokens[-1])[:, None]
-                reach = min(self._reach + step, self.limit)
-                hidden = self._forward(self.draft.feedback(hidden)[:, None], embeds, positions, reach)[:, 0]
-            tokens.append(choose(step, self._scores(hidden)))
+        rows, size = len(counts), self.steps.rows(len(counts))
+        (scores,) = self.steps(("scores",), lambda hidden: (self._scores(hidden),), padded(self._root_hidden, size))
+        hidden, tokens = padded(self._root_hidden, size), [choose(0, scores[:rows])]
+        for step in range(1, max(counts)):
+            positions = torch.where(wanted > step, self._root + step, -1)[:, None]
+            reach = self.steps.slots(min(self._reach + step, self.limit), self.limit)
+            hidden, scores = self.steps(
+                ("chain", reach),
+                partial(self._chain, reach),
+                hidden,
+                padded(tokens[-1], size),
+                padded(positions, size, fill=-1),
+            )
+            tokens.append(choose(step, scores[:rows]))
         return torch.stack(tokens, 1)
 
     def compact(self, keep: list[bool]) -> None:
@@ -138,15 +157,39 @@ class DraftRollout:
             return
         taps, next_ids, positions = (torch.cat(parts, 1) for parts in zip(*self._waiting, strict=True))
         self._waiting, self._waiting_columns = [], 0
-        newest, column = positions.max(1)
-        embeds = self.head.embed(next_ids)
-        hidden = self._forward(self.draft.fuse_taps(taps), embeds, positions, self._reach, column)[:, 0]
-        if self._root is not None:
+        if self._root is None:
+            hidden, newest = self._read(self._reach, taps, next_ids, positions)
+        else:
+            rows, columns = positions.shape
+            size = self.steps.rows(rows), self.steps.columns(columns)
+            reach = self.steps.slots(self._reach, self.limit)
+            hidden, newest = (
+                out[:rows]
+                for out in self.steps(
+                    ("read", reach),
+                    partial(self._read, reach),
+                    padded(taps, *size),
+                    padded(next_ids, *size),
+                    padded(positions, *size, fill=-1),
+                )
+            )
             # A row all of whose waiting columns lie beyond the draft's context keeps its old root (never drafted from).
             stale = newest < 0
             newest = torch.where(stale, self._root, newest)
             hidden = torch.where(stale[:, None], self._root_hidden, hidden)
         self._root, self._root_hidden = newest.clamp(min=0), hidden
+
+    def _read(self, reach: int, taps, next_ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes true rows; `(n, H)` output and `(n,)` position of each row's newest one."""
+        newest, column = positions.max(1)
+        embeds = self.head.embed(next_ids)
+        return self._forward(self.draft.fuse_taps(taps), embeds, positions, reach, column)[:, 0], newest
+
+    def _chain(self, reach: int, hidden, tokens, positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step behind the newest row: `(n, H)` output and `(n, Vd)` scores."""
+        embeds = self.head.embed(tokens)[:, None]
+        hidden = self._forward(self.draft.feedback(hidden)[:, None], embeds, positions, reach)[:, 0]
+        return hidden, self._scores(hidden)
 
     def widen(self, scores: torch.Tensor) -> torch.Tensor:
         """`(n, Vd)` scores of the draft in the policy's vocabulary: `(n, V)`, `-inf` where the draft has no token."""

@@ -9,6 +9,7 @@ vocabulary, `S` columns of the sequence buffer (left pads included).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,14 @@ from transformers import PreTrainedModel
 
 from ..modeling.taps import TapRecorder
 from . import sampling
-from .cache import PolicyMasks, RaggedCache, compaction_order
+from .cache import PolicyMasks, compaction_order
 from .controller import DraftLengthController, FixedDraftLength, Round
 from .criteria import PositionwiseCriteria
 from .decode_attention import decoding_attention
 from .drafting import DraftRollout
 from .processors import PositionwiseProcessors, Prefixes
+from .static_shapes import LiveSteps
+from .static_shapes import padded as pad
 from .stats import MAX_DRAFT_TOKENS, SpeculativeStats
 from .trace import RolloutTrace
 
@@ -68,6 +71,8 @@ class Rollout:
             Collects the hidden states of the tokens that are kept.
         counts_overrun (`bool`):
             Whether a row's last block is drafted and counted in full, with what lies behind its end.
+        steps ([`LiveSteps`], *optional*):
+            How forwards behind the prompt run; as they come by default.
     """
 
     def __init__(
@@ -84,10 +89,12 @@ class Rollout:
         synced: bool,
         trace: RolloutTrace | None = None,
         counts_overrun: bool = False,
+        steps: LiveSteps | None = None,
     ):
         self.policy, self.recorder, self.drafting, self.controller = policy, recorder, drafting, controller
         self.rule, self.criteria, self.pad_token_id, self.synced = rule, criteria, pad_token_id, synced
         self.trace, self.counts_overrun = trace, counts_overrun
+        self.steps = LiveSteps() if steps is None else steps
         self.stats = SpeculativeStats(rows=len(input_ids))
         self.device = input_ids.device
         self.attention_mask = attention_mask
@@ -97,7 +104,8 @@ class Rollout:
         self.sequences = input_ids.new_zeros(batch, criteria.max_length + MAX_DRAFT_TOKENS + 1)
         self.sequences[:, :prompt] = input_ids
         self.masks = PolicyMasks(policy.config)
-        self.cache = RaggedCache(batch, criteria.max_length + MAX_DRAFT_TOKENS, prompt + INITIAL_NEW_SLOTS)
+        slots = criteria.max_length + MAX_DRAFT_TOKENS
+        self.cache = self.steps.cache(batch, slots, prompt + INITIAL_NEW_SLOTS)
         # Per active row: index in the batch, columns so far, masked columns (position = column - pads).
         self.rows = list(range(batch))
         self.lengths = [prompt] * batch
@@ -135,14 +143,14 @@ class Rollout:
         longest = self.prompt_columns - min(self.pads)
         padded = max(self.pads) > 0
         ids = self.sequences[:, : self.prompt_columns]
-        logits, seen = self._forward(ids, positions, longest, padded, last_only=True)
+        seen = self._read(longest, padded, True, ids, positions)
         if not self.cache.is_filled:
             raise RuntimeError(
                 f"{type(self.policy).__name__} wrote no keys into the cache it was given, so drafted tokens cannot be "
                 "verified against it. Set `speculative_rollouts=False`."
             )
         # A copy, so that the whole prompt's logits are not kept alive by models without `logits_to_keep`.
-        scores = logits[:, -1].to(torch.float32, copy=True)
+        scores = seen[0][:, -1].to(torch.float32, copy=True)
         batch = len(self.rows)
         rows = torch.arange(batch, device=self.device)
         scores = self.rule.processors(
@@ -153,7 +161,7 @@ class Rollout:
         self.stats.policy_forwards += 1
         self.stats.committed += batch
         if self.drafting is not None:
-            self.drafting.vocab_size = logits.shape[-1]
+            self.drafting.vocab_size = scores.shape[-1]
         self._hand_over(seen, rows, self.sequences[:, 1 : self.prompt_columns + 1], positions, longest)
         ends = self.criteria.stops(
             self.sequences, self.rows, self.lengths, [1] * batch, self.criteria.eos_offsets(tokens[:, None]).tolist()
@@ -164,6 +172,7 @@ class Rollout:
         """Drafts up to `k` tokens per row, verifies them and commits what holds."""
         start = self.controller.clock()
         active, backlog = len(self.rows), self.drafting is not None and self.drafting.backlog
+        self.steps.just_recorded = False
         counts = [self._draft_count(k, length, pads) for length, pads in zip(self.lengths, self.pads, strict=True)]
         width = max(counts)
         rows = torch.tensor(self.rows, device=self.device)
@@ -176,11 +185,12 @@ class Rollout:
         known = [length - pads for length, pads in zip(self.lengths, self.pads, strict=True)]
         longest = max(known) + width
         ids = self.sequences[rows[:, None], columns]
+        visible = self.steps.slots(longest, self.cache.max_slots)
         # One column per row, all at the end of what is visible, see everything.
-        masked = width > 0 or min(known) < longest or self.masks.hides_old_slots
-        logits, seen = self._forward(ids, torch.where(counted, positions, -1), longest, padded=masked)
+        masked = width > 0 or min(known) < visible or self.masks.hides_old_slots
+        seen = self._forward(visible, masked, ids, torch.where(counted, positions, -1))
 
-        kept, tokens = self._verify(logits, rows, columns + 1, counts, drafts)
+        kept, tokens = self._verify(seen[0], rows, columns + 1, counts, drafts)
         self.sequences[rows, lengths + kept] = tokens
         block = self.sequences[rows[:, None], columns + 1]
         in_block = torch.arange(width + 1, device=self.device) <= kept[:, None]
@@ -196,7 +206,8 @@ class Rollout:
         self.stats.count_round(counts, committed, kept_host if self.counts_overrun else None)
         self._commit(committed, ends)
         seconds = self.controller.clock() - start
-        self.controller.observe(Round(active, counts, kept_host, sum(committed), seconds, backlog and width > 0))
+        unusual = (backlog and width > 0) or self.steps.just_recorded
+        self.controller.observe(Round(active, counts, kept_host, sum(committed), seconds, unusual))
 
     def _draft_count(self, k: int, length: int, pads: int) -> int:
         """Draft tokens for a row: within its budget (one token always comes from the policy) and the draft's context."""
@@ -257,36 +268,45 @@ class Rollout:
         p = _at(some, scores.softmax(-1), shape.numel()).view(*shape, -1)
         return sampling.verify_sampled(p, drafts, wanted, self.rule.generator)
 
-    def _forward(self, ids, positions, longest: int, padded: bool, last_only: bool = False):
-        """Policy forward: logits and what it left behind (None where nobody wants it)."""
-        self.cache.begin(positions, longest)
+    def _forward(self, visible: int, padded: bool, ids, positions) -> list[torch.Tensor]:
+        """What `_read` returns of a decoding round."""
+        rows = self.steps.rows(len(ids))
+        inputs = pad(ids, rows), pad(positions, rows, fill=-1)
+        outputs = self.steps(("policy", visible, padded), partial(self._read, visible, padded, False), *inputs)
+        return [output[: len(ids)] for output in outputs]
+
+    def _read(self, visible: int, padded: bool, last_only: bool, ids, positions) -> tuple[torch.Tensor, ...]:
+        """A forward of the policy: logits, and, where somebody wants them, each tap and the last hidden state."""
+        self.cache.begin(positions, visible)
         decoding = self.cache.is_filled
         dtype = self.cache.key_dtype if decoding else self.policy.dtype
         arguments = {
             "input_ids": ids,
             "position_ids": positions.clamp(min=0),
             # Unpadded prompts leave the mask to the model, which then needs none.
-            "attention_mask": self.masks(positions, longest, dtype, additive=decoding) if padded else None,
+            "attention_mask": self.masks(positions, visible, dtype, additive=decoding) if padded else None,
             "cache": self.cache,
             "use_cache": True,
         }
         if last_only and self.policy._supports_logits_to_keep():
             arguments["logits_to_keep"] = 1
         if self.drafting is None and self.trace is None:
-            return self.policy(**arguments).logits, None
+            return (self.policy(**arguments).logits,)
         with self.recorder.record() as record:
             logits = self.policy(**arguments).logits
-        return logits, record
+        return logits, *record.taps, record.last_hidden
 
     def _hand_over(self, seen, rows, next_ids, positions, longest: int) -> None:
         """Gives the hidden states of true rows (positions >= 0) to the draft and to the trace."""
-        if seen is None:
+        if len(seen) == 1:
             return
-        taps = torch.cat(seen.taps, -1)
+        _, *taps, last_hidden = seen
+        # A copy: the next forward may overwrite what this one left.
+        taps = torch.cat(taps, -1)
         if self.drafting is not None:
             self.drafting.extend(taps, next_ids, positions, longest)
         if self.trace is not None:
-            self.trace.add(rows, positions, taps, seen.last_hidden)
+            self.trace.add(rows, positions, taps, last_hidden)
 
     def _idle_forward(self) -> None:
         """Keeps a rank without active rows in step with the others' collectives."""

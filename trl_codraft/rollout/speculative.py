@@ -33,6 +33,7 @@ from .criteria import PositionwiseCriteria
 from .drafting import DraftRollout
 from .loop import INITIAL_NEW_SLOTS, Rollout, SamplingRule
 from .processors import PositionwiseProcessors
+from .static_shapes import steps_for
 from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
 from .support import check_call, refused_reason, unsupported_reason
 from .trace import RolloutTrace
@@ -63,6 +64,8 @@ class SpeculativeDecoder:
         counts_overrun (`bool`, *optional*, defaults to `False`):
             Whether a row's last block is drafted and counted in full, with what lies behind EOS or the length limit, as
             inference servers do. The sequences are the same.
+        cuda_graphs (`bool`, *optional*, defaults to `False`):
+            Whether forwards behind the prompt are recorded as CUDA graphs: see [`~rollout.static_shapes.StaticSteps`].
 
     Attributes:
         stats ([`SpeculativeStats`]):
@@ -83,6 +86,7 @@ class SpeculativeDecoder:
         generator: torch.Generator | None = None,
         recorder: TapRecorder | None = None,
         counts_overrun: bool = False,
+        cuda_graphs: bool = False,
     ):
         if num_draft_tokens == "auto":
             self.controller = DraftLengthController()
@@ -112,6 +116,7 @@ class SpeculativeDecoder:
         self._head = PolicyHead(policy)
         self._trace: RolloutTrace | None = None
         self._counts_overrun = counts_overrun
+        self._cuda_graphs = cuda_graphs
 
     @contextmanager
     def recording(self) -> Iterator[RolloutTrace]:
@@ -168,13 +173,19 @@ class SpeculativeDecoder:
         rule = SamplingRule(PositionwiseProcessors(logits_processor), generation_config.do_sample, self.generator)
         criteria = PositionwiseCriteria(stopping_criteria, generation_config.max_length, input_ids.device)
         pad = generation_config._pad_token_tensor
+        if self._cuda_graphs and synced_gpus:
+            raise ValueError(
+                "CUDA graphs read weights where they lay when they were recorded, and a sharded policy gathers them anew "
+                "in each forward. Set `rollout_cuda_graphs=False`."
+            )
+        steps = steps_for(self.policy.device, self._cuda_graphs)
         # Gathering a sharded embedding is collective: once, before rows of different ranks part ways.
         with self._head.gathered():
             drafting = None
             if self.controller.max_draft_tokens > 0:
                 slots = input_ids.shape[1] + INITIAL_NEW_SLOTS
                 reach = criteria.max_length + (MAX_DRAFT_TOKENS if self._counts_overrun else 0)
-                drafting = DraftRollout(self.draft, self._head, len(input_ids), reach, slots)
+                drafting = DraftRollout(self.draft, self._head, len(input_ids), reach, slots, steps)
             rollout = Rollout(
                 self.policy,
                 self._recorder,
@@ -188,6 +199,7 @@ class SpeculativeDecoder:
                 synced_gpus,
                 self._trace,
                 self._counts_overrun,
+                steps,
             )
             sequences = rollout.run()
         self.stats.add(rollout.stats)
@@ -289,6 +301,7 @@ def speculative_generate(
     num_draft_tokens: int | str = "auto",
     generator: torch.Generator | None = None,
     counts_overrun: bool = False,
+    cuda_graphs: bool = False,
     **generate_kwargs,
 ) -> SpeculativeOutput:
     """
@@ -311,6 +324,8 @@ def speculative_generate(
             Source of randomness, the global one by default.
         counts_overrun (`bool`, *optional*, defaults to `False`):
             Whether to count as inference servers do, see [`SpeculativeDecoder`].
+        cuda_graphs (`bool`, *optional*, defaults to `False`):
+            Whether to launch forwards as CUDA graphs, see [`SpeculativeDecoder`].
         **generate_kwargs:
             Arguments of `generate`.
 
@@ -339,7 +354,12 @@ def speculative_generate(
     if reason is not None:
         raise ValueError(f"Speculative rollouts are not possible here: {reason}")
     decoder = SpeculativeDecoder(
-        base, draft, num_draft_tokens=num_draft_tokens, generator=generator, counts_overrun=counts_overrun
+        base,
+        draft,
+        num_draft_tokens=num_draft_tokens,
+        generator=generator,
+        counts_overrun=counts_overrun,
+        cuda_graphs=cuda_graphs,
     )
     try:
         result = decoder.bind(policy.generate)(input_ids, attention_mask=attention_mask, **generate_kwargs)
