@@ -28,7 +28,13 @@ COLLAPSED_ACCEPT_LENGTH = 1.05
 GOOD_ACCEPT_LENGTH = 1.5
 MIN_VERIFICATIONS = 100
 # Settings that only a draft gives a meaning, besides those that begin with `draft_`.
-DRAFT_ONLY_SETTINGS = ("speculative_rollouts", "num_draft_tokens", "context_parallel_trunk", "tap_channel_slots")
+DRAFT_ONLY_SETTINGS = (
+    "speculative_rollouts",
+    "num_draft_tokens",
+    "rollout_cuda_graphs",
+    "context_parallel_trunk",
+    "tap_channel_slots",
+)
 WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 
 
@@ -61,6 +67,8 @@ def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: "str | Eagle3Dra
             "(`draft_model_name_or_path`), or set `draft_pretrain_steps` to train it before the first GRPO step. To roll "
             "out without a draft, set `use_draft=False`."
         )
+    if args.rollout_cuda_graphs and args.use_vllm:
+        raise ValueError("`rollout_cuda_graphs=True` is for rollouts without vLLM, which records its own. Unset it.")
 
 
 def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:

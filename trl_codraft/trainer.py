@@ -15,12 +15,7 @@ import torch
 from accelerate.utils import broadcast
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
@@ -185,7 +180,11 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self._draft_batches: list[DraftBatch | DraftBatchShard | None] = []
         self._draft_checkpoint: str | None = None
         self._decoder = SpeculativeDecoder(
-            policy, self.draft_model, num_draft_tokens=self.args.num_draft_tokens, recorder=self.recorder
+            policy,
+            self.draft_model,
+            num_draft_tokens=self.args.num_draft_tokens,
+            recorder=self.recorder,
+            cuda_graphs=self.args.rollout_cuda_graphs,
         )
         self._speculation_on = self._resolve_speculation()
         if self.use_vllm:

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from grpo_runs import assert_same_run, codraft_trainer
 from rollout.drafts import OracleDraft, ragged_prompts, random_draft
 from rollout.test_speculative_policies import FAMILIES, family_policy
 from tiny import tiny_policy
@@ -190,3 +191,19 @@ def test_other_devices_and_sharded_policies_are_refused(policy, monkeypatch):
         speculative_generate(
             policy, random_draft(policy), ids, mask, cuda_graphs=True, synced_gpus=True, max_new_tokens=4
         )
+
+
+def test_a_training_run_is_the_one_with_live_forwards(tmp_path, cuda_graphs):
+    runs = []
+    for wanted in (False, True):
+        policy = tiny_policy("llama", dtype=torch.float64, scale=3.0)
+        trainer = codraft_trainer(tmp_path, policy, rollout_cuda_graphs=wanted, draft_pretrain_steps=1)
+        trainer.train()
+        runs.append(trainer)
+    assert_same_run(*runs)
+    assert sum(graph.replays for graph in cuda_graphs) > 10
+
+
+def test_engines_record_their_own_graphs(tmp_path):
+    with pytest.raises(ValueError, match="`rollout_cuda_graphs=True` is for rollouts without vLLM"):
+        codraft_trainer(tmp_path, rollout_cuda_graphs=True, use_vllm=True)
