@@ -8,7 +8,6 @@ are padded up to a few sizes, inputs are copied to where the recording read them
 Shapes: `n` rows, `q` columns.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ Step = Callable[..., tuple[torch.Tensor, ...]]
 class LiveSteps:
     """Every forward runs as it comes."""
 
-    is_static = False
     just_recorded = False
 
     def rows(self, count: int) -> int:
@@ -66,8 +64,7 @@ class LiveSteps:
 
 class StaticSteps(LiveSteps):
     """
-    Forwards of the same name and shapes run once, are recorded once, and are replayed from then on. If one cannot be
-    recorded, a warning says why and all run as they come.
+    Forwards of the same name and shapes run once, are recorded once, and are replayed from then on.
 
     Args:
         record (`Callable`):
@@ -79,13 +76,10 @@ class StaticSteps(LiveSteps):
             Whether anything was recorded since this was last set to `False`.
     """
 
-    is_static = True
-
     def __init__(self, record: Callable[[Step, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], Step]):
         self.just_recorded = False
         self._record = record
         self._replays: dict[tuple[Any, ...], Step] = {}
-        self._fails = False
 
     def rows(self, count: int) -> int:
         return row_bucket(count)
@@ -106,16 +100,8 @@ class StaticSteps(LiveSteps):
         if key in self._replays:
             return self._replays[key](*inputs)
         outputs = step(*inputs)
-        if not self._fails:
-            self.just_recorded = True
-            try:
-                self._replays[key] = self._record(step, inputs, outputs)
-            except RuntimeError as error:
-                self._fails = True
-                warnings.warn(
-                    f"This policy's forwards cannot be recorded as CUDA graphs, so rollouts run without them: {error}",
-                    stacklevel=2,
-                )
+        self._replays[key] = self._record(step, inputs, outputs)
+        self.just_recorded = True
         return outputs
 
 
@@ -127,17 +113,29 @@ class CudaGraphs:
         self._outputs: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def __call__(self, step: Step, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> Step:
+        """
+        Records a step that has just run.
+
+        Raises:
+            RuntimeError: if it does what a graph cannot hold. CUDA's random numbers may be unusable in this process then.
+        """
         held = tuple(tensor.clone() for tensor in inputs)
         results = tuple(self._place(index, tensor) for index, tensor in enumerate(outputs))
         graph = torch.cuda.CUDAGraph()
         # Autocast would keep casts that were made outside, and free them while the graph still reads them. Other
         # threads (NCCL's watchdog) may call CUDA meanwhile.
-        with (
-            torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            for result, output in zip(results, step(*held), strict=True):
-                result.copy_(output)
+        try:
+            with (
+                torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                for result, output in zip(results, step(*held), strict=True):
+                    result.copy_(output)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"A forward of this policy or its draft cannot be recorded as a CUDA graph: {error}. Set "
+                "`rollout_cuda_graphs=False`."
+            ) from error
 
         def replay(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             for target, given in zip(held, inputs, strict=True):
