@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
-from .modeling.checkpoint import canonical_name, check_embedding, check_vocab_ids, expected_shapes, shape_problems
+from .modeling.checkpoint import canonical_name, check_vocab_ids, expected_shapes, shape_problems
+from .modeling.configuration_eagle3 import check_rope, is_positive_number
 from .modeling.disk_config import (
     ARCHITECTURE,
     NORM_FLAGS,
@@ -24,14 +24,14 @@ from .modeling.disk_config import (
     READABLE_ARCHITECTURES,
     TAP_KEY,
     check_sections,
+    is_tap_list,
     layer_section,
     server_default_tap_layers,
 )
-from .modeling.draft_folder import CONFIG_NAME, read_config, read_tensors
-from .modeling.taps import is_elsewhere
+from .modeling.draft_folder import CONFIG_NAME, WEIGHTS_NAME, read_config, read_tensors, stray_weight_files
+from .policy_checks import FLOAT_DTYPES, NOTE, check_policy, check_policy_model
 
 
-NOTE = "note: "
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -43,7 +43,21 @@ SIZES = (
     "target_hidden_size",
     "max_position_embeddings",
 )
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What vLLM takes from `transformer_layer_config` and would otherwise find in the defaults of a Llama model.
+LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_parameters",
+)
+# Where a fresh draft starts, and a draft trained little may still be.
+MAY_BE_ZERO = ("o_proj.weight", "down_proj.weight")
 
 
 def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig | None = None) -> list[str]:
@@ -65,7 +79,7 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
     if not (path / CONFIG_NAME).is_file():
         return [f"{path} holds no {CONFIG_NAME}: not a draft, or its export was interrupted"]
     try:
-        raw, tensors = read_config(path), read_tensors(path)
+        raw, tensors, strays = read_config(path), read_tensors(path), stray_weight_files(path)
         check_sections(raw)
     except ValueError as error:
         return [str(error)]
@@ -76,6 +90,7 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
         policy_config = policy_config.get_text_config()
         policy_dtype = model.dtype if model is not None else policy_config.dtype
     checks = [
+        _check_files(strays),
         _check_identity(raw),
         _check_sizes(raw),
         _check_features(raw),
@@ -89,9 +104,9 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
         _check_vocab_maps(raw, tensors),
     ]
     if policy_config is not None:
-        checks.append(_check_policy(raw, tensors, policy_config, policy_dtype))
+        checks.append(check_policy(raw, tensors, policy_config, policy_dtype))
     if model is not None:
-        checks.append(_check_policy_model(tensors, model))
+        checks.append(check_policy_model(tensors, model))
     return [message for check in checks for message in check]
 
 
@@ -102,6 +117,15 @@ def problems(messages: list[str]) -> list[str]:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _check_files(strays: list[str]) -> Iterator[str]:
+    """Weights that only some readers see."""
+    if strays:
+        yield (
+            f"{', '.join(strays)} beside {WEIGHTS_NAME}: servers load all safetensors files of a folder without an index, "
+            "one over the other"
+        )
 
 
 def _check_identity(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -130,14 +154,20 @@ def _check_sizes(raw: Mapping[str, Any]) -> Iterator[str]:
         yield "`head_dim` is missing: servers take hidden_size // num_attention_heads"
     elif not _is_size(raw["head_dim"]) or raw["head_dim"] % 2:
         yield f"`head_dim` is {raw['head_dim']!r}, not a positive even integer"
-    if not isinstance(raw.get("rms_norm_eps"), float):
-        yield f"`rms_norm_eps` is {raw.get('rms_norm_eps')!r}, not a number"
+    if not is_positive_number(raw.get("rms_norm_eps")):
+        yield f"`rms_norm_eps` is {raw.get('rms_norm_eps')!r}, not a positive number"
     heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if _is_size(heads) and _is_size(groups) and heads % groups:
         yield f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` ({groups})"
     hidden = raw.get("hidden_size")
     if _is_size(heads) and _is_size(hidden) and hidden % heads:
         yield f"`hidden_size` ({hidden}) is not a multiple of `num_attention_heads` ({heads}): transformers' Llama refuses it"
+    width = raw.get("target_hidden_size")
+    if _is_size(hidden) and _is_size(width) and hidden != width:
+        yield (
+            f"`hidden_size` ({hidden}) is not `target_hidden_size` ({width}): the draft reads the policy's embedding, which "
+            "is as wide as its hidden states"
+        )
     vocab, draft_vocab = raw.get("vocab_size"), raw.get("draft_vocab_size")
     if _is_size(vocab) and _is_size(draft_vocab) and draft_vocab > vocab:
         yield f"`draft_vocab_size` ({draft_vocab}) exceeds `vocab_size` ({vocab})"
@@ -151,7 +181,7 @@ def _check_features(raw: Mapping[str, Any]) -> Iterator[str]:
             "true in some versions of transformers)"
         )
     for key in ("attention_bias", "mlp_bias", "bias"):
-        if raw.get(key):
+        if raw.get(key) or layer_section(raw).get(key):
             yield f"`{key}` is true: vLLM creates biases that the draft does not have and leaves them uninitialised"
     parallel = [key for key in PARALLEL_DRAFTING_KEYS if raw.get(key) not in (None, False)]
     if parallel:
@@ -165,7 +195,15 @@ def _check_features(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_flags(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Norm flags: explicit, compatible, and known to every server."""
+    """Norm flags and their like in `eagle_config`: explicit, compatible, and known to every server."""
+    nested = raw.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
+        yield "`use_aux_hidden_state` in `eagle_config` is false: servers would feed the draft another hidden state"
+    for flag in NORM_FLAGS:
+        if flag in nested and nested[flag] != raw.get(flag):
+            yield f"`{flag}` is {raw.get(flag)!r} at top level but {nested[flag]!r} in `eagle_config`"
+    if raw.get("use_aux_norm") and not raw.get("fc_norm"):
+        yield "`use_aux_norm` is true but `fc_norm` is not: SGLang takes one for the other"
     for flag in NORM_FLAGS:
         if not isinstance(raw.get(flag), bool):
             yield f"`{flag}` is {raw.get(flag, 'missing')!r}: write true or false, the servers' defaults differ"
@@ -187,11 +225,19 @@ def _check_rope(raw: Mapping[str, Any]) -> Iterator[str]:
         return
     if theta is not None and theta != rope["rope_theta"]:
         yield f"`rope_theta` is {theta} but `rope_parameters` says {rope['rope_theta']}"
+    try:
+        check_rope(rope)
+    except ValueError as error:
+        yield str(error)
     scaling = raw.get("rope_scaling") or {}
     if rope["rope_type"] != "default" and scaling.get("rope_type") != rope["rope_type"]:
         yield f"`rope_scaling` does not repeat the {rope['rope_type']!r} scaling of `rope_parameters`"
-    if rope["rope_type"] == "default" and scaling.get("rope_type", "default") != "default":
+    elif scaling.get("rope_type", "default") != rope["rope_type"]:
         yield f"`rope_scaling` says {scaling['rope_type']!r} but `rope_parameters` says 'default'"
+    else:
+        for key in sorted(scaling.keys() & rope.keys()):
+            if scaling[key] != rope[key]:
+                yield f"`{key}` is {scaling[key]!r} in `rope_scaling` but {rope[key]!r} in `rope_parameters`"
     partial = raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         yield f"`partial_rotary_factor` is {partial}: the draft rotates whole heads"
@@ -204,7 +250,7 @@ def _check_taps(raw: Mapping[str, Any], policy_config: Any) -> Iterator[str]:
     if not taps:
         yield f"`{TAP_KEY}` is missing: vLLM would read its default layers"
         return
-    if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
+    if not is_tap_list(taps):
         yield f"`{TAP_KEY}` is {taps!r}, not a list of integers"
         return
     if taps != sorted(set(taps)):
@@ -245,16 +291,19 @@ def _check_speculators(raw: Mapping[str, Any]) -> Iterator[str]:
     for key, value in section.items():
         if key in raw and raw[key] != value:
             yield f"`{key}` is {raw[key]!r} at top level but {value!r} in `transformer_layer_config`"
-    for key in ("hidden_size", "head_dim", "rope_parameters", "vocab_size", "num_hidden_layers"):
+    for key in LAYER_KEYS:
         if key not in section:
             yield f"`transformer_layer_config` lacks `{key}`: vLLM would take the default of a Llama model"
     if section.get("tie_word_embeddings", True):
         yield "`tie_word_embeddings` in `transformer_layer_config` is not false"
     try:
-        raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        drafted = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
         raw["speculators_config"]["verifier"]["name_or_path"]
     except (KeyError, IndexError, TypeError):
         yield "`speculators_config` lacks proposal_methods[0].speculative_tokens or verifier.name_or_path"
+        return
+    if not _is_size(drafted):
+        yield f"`speculative_tokens` in `speculators_config` is {drafted!r}, not a positive integer"
 
 
 def _check_tensors(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -287,10 +336,14 @@ def _check_tensors(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
 
 
 def _check_values(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """NaN and infinity."""
+    """NaN and infinity, and weights that were never filled."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.dtype not in FLOAT_DTYPES:
+            continue
+        if not tensor.isfinite().all():
             yield f"tensor `{name}` holds NaN or infinite values"
+        elif not tensor.any() and not name.endswith(MAY_BE_ZERO):
+            yield f"tensor `{name}` holds nothing but zeros"
 
 
 def _check_dtypes(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -307,9 +360,9 @@ def _check_dtypes(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
     if len(floats) > 1:
         found = ", ".join(f"{dtype} (`{name}`)" for dtype, name in floats.items())
         yield f"the tensors have several dtypes: {found}"
-    declared = raw.get("dtype", raw.get("torch_dtype"))
-    if len(floats) == 1 and declared is not None and f"torch.{declared}" != str(next(iter(floats))):
-        yield f"`dtype` says {declared} but the tensors are {next(iter(floats))}"
+    for key in ("dtype", "torch_dtype"):
+        if len(floats) == 1 and raw.get(key) is not None and f"torch.{raw[key]}" != str(next(iter(floats))):
+            yield f"`{key}` says {raw[key]} but the tensors are {next(iter(floats))}"
 
 
 def _check_vocab_maps(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -327,57 +380,3 @@ def _check_vocab_maps(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         yield "`d2t` is not ascending: trainers that read only `t2d` would pair the head's rows with other tokens"
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids.sort().values):
         yield "`t2d` does not select the tokens that `d2t` names"
-
-
-def _check_policy(
-    raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], policy: Any, policy_dtype: torch.dtype | None
-) -> Iterator[str]:
-    """Sizes, context, RoPE and dtype of the policy."""
-    pairs = {"hidden_size": "hidden_size", "target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
-    for key, policy_key in pairs.items():
-        if key in raw and raw[key] != getattr(policy, policy_key):
-            yield f"`{key}` is {raw[key]} but the policy's {policy_key} is {getattr(policy, policy_key)}"
-    if raw.get("target_num_hidden_layers", policy.num_hidden_layers) != policy.num_hidden_layers:
-        yield (
-            f"the draft was made for a policy of {raw['target_num_hidden_layers']} layers, this one has "
-            f"{policy.num_hidden_layers}"
-        )
-    # Policies without a longest context (ALiBi and the like) have no such key.
-    context = getattr(policy, "max_position_embeddings", None)
-    if context is not None and (raw.get("max_position_embeddings") or context) < context:
-        yield (
-            f"`max_position_embeddings` is {raw['max_position_embeddings']}, the policy's {context}: servers read RoPE "
-            "tables out of bounds, or acceptance collapses, beyond it"
-        )
-    rope, own = getattr(policy, "rope_parameters", None) or {}, raw.get("rope_parameters") or {}
-    # Policies with one set per layer type have no set to compare with.
-    for key in sorted({**rope, **own}) if "rope_type" in rope and own else ():
-        if own.get(key) != rope.get(key):
-            name = key if key.startswith("rope_") else f"rope_parameters.{key}"
-            yield (
-                f"{NOTE}`{name}` is {own.get(key)!r}, the policy's {rope.get(key)!r}: right only if the draft was trained so"
-            )
-    dtype = next((tensor.dtype for name, tensor in tensors.items() if canonical_name(name) == "fc.weight"), None)
-    if policy_dtype is not None and dtype is not None and policy_dtype != dtype:
-        yield f"{NOTE}the tensors are {dtype}, the policy is {policy_dtype}: servers run the draft in the policy's"
-
-
-def _check_policy_model(tensors: Mapping[str, torch.Tensor], policy: nn.Module) -> Iterator[str]:
-    """A shipped embedding, and the head, against the policy's, as far as this rank has them of one in stages."""
-    embedding = next((tensors[name] for name in tensors if canonical_name(name) == "embed_tokens.weight"), None)
-    if embedding is not None:
-        try:
-            check_embedding(embedding, policy)
-        except ValueError as error:
-            yield str(error)
-    if is_elsewhere(policy.get_output_embeddings()):
-        return
-    head, own = tensors.get("lm_head.weight"), policy.get_output_embeddings().weight
-    if head is None or head.shape != own.shape or isinstance(own, DTensor):
-        return
-    # A few rows tell nearly always, without a copy of the whole head.
-    if all(torch.equal(head[:rows], own[:rows].detach().to("cpu", head.dtype)) for rows in (4, len(head))):
-        yield (
-            f"{NOTE}`lm_head` equals the policy's: vLLM makes the two one tensor, which is fine to serve, but an update of "
-            "either in the running server changes both"
-        )

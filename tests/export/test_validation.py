@@ -1,80 +1,16 @@
 """Each way to break a checkpoint is named."""
 
 import copy
-import json
 
 import pytest
 import torch
+from breaks import drop, eagle, messages, nested, poison, put, swap, taps, tensor, theta
 from checkpoints import H, V
 from safetensors.torch import load_file, save_file
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.validation import problems, validate_draft
-
-
-@pytest.fixture(scope="module")
-def good(policy, tmp_path_factory):
-    """A reduced draft, valid without a word."""
-    folder = tmp_path_factory.mktemp("good") / "draft"
-    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, draft_vocab_size=20))
-    draft.set_vocab(torch.arange(20) * 2)
-    draft.save_pretrained(folder)
-    assert validate_draft(folder, policy) == []
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def messages(good, policy, tmp_path, change):
-    config, tensors = copy.deepcopy(good[0]), dict(good[1])
-    change(config, tensors)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
-    return validate_draft(tmp_path, policy)
-
-
-def drop(key):
-    return lambda config, tensors: (config.pop(key, None), tensors.pop(key, None))
-
-
-def put(key, value):
-    """Sets a config key, in the layer section too if it is there."""
-
-    def change(config, tensors):
-        config[key] = value
-        if key in config["transformer_layer_config"]:
-            config["transformer_layer_config"][key] = value
-
-    return change
-
-
-def nested(section, key, value):
-    return lambda config, tensors: config[section].__setitem__(key, value)
-
-
-def tensor(name, function):
-    return lambda config, tensors: tensors.__setitem__(name, function(tensors.get(name)).contiguous())
-
-
-def taps(*ids, inner=None):
-    def change(config, tensors):
-        config["eagle_aux_hidden_state_layer_ids"] = list(ids)
-        if inner is not None:
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": inner}
-
-    return change
-
-
-def poison(old):
-    old = old.clone()
-    old[0] = float("nan")
-    return old
-
-
-def swap(old):
-    """Offsets of the same ids in another order."""
-    ids = torch.arange(len(old)) + old
-    ids[[0, 1]] = ids[[1, 0]]
-    return ids - torch.arange(len(old))
 
 
 BREAKS = {
@@ -93,8 +29,12 @@ BREAKS = {
     "heads do not divide": (put("num_key_value_heads", 3), "not a multiple of `num_key_value_heads`"),
     "hidden not divided by heads": (put("num_attention_heads", 6), "transformers' Llama refuses it"),
     "no rms_norm_eps": (drop("rms_norm_eps"), "`rms_norm_eps` is None"),
+    "rms_norm_eps 0": (put("rms_norm_eps", 0.0), "`rms_norm_eps` is 0.0, not a positive number"),
+    "rms_norm_eps NaN": (put("rms_norm_eps", float("nan")), "`rms_norm_eps` is nan, not a positive number"),
+    "rms_norm_eps of text": (put("rms_norm_eps", "1e-6"), "`rms_norm_eps` is '1e-6', not a positive number"),
     "no target_hidden_size": (drop("target_hidden_size"), "`target_hidden_size` is missing"),
     "other target_hidden_size": (put("target_hidden_size", 48), "`target_hidden_size` is 48 but the policy's"),
+    "narrower taps": (put("target_hidden_size", 48), "`hidden_size` (32) is not `target_hidden_size` (48)"),
     "other vocabulary": (put("vocab_size", 96), "`vocab_size` is 96 but the policy's"),
     "other layers": (put("target_num_hidden_layers", 12), "made for a policy of 12 layers"),
     "short context": (put("max_position_embeddings", 64), "`max_position_embeddings` is 64, the policy's 256"),
@@ -102,6 +42,10 @@ BREAKS = {
     "tied": (put("tie_word_embeddings", True), "`tie_word_embeddings` is not false"),
     "tied by default": (drop("tie_word_embeddings"), "`tie_word_embeddings` is not false"),
     "attention bias": (put("attention_bias", True), "`attention_bias` is true"),
+    "attention bias in the layer section": (
+        nested("transformer_layer_config", "attention_bias", True),
+        "`attention_bias` is true",
+    ),
     "mlp bias": (put("mlp_bias", True), "`mlp_bias` is true"),
     "parallel drafting": (put("ptd_token_id", 5), "`ptd_token_id`: marks a parallel-drafting"),
     "activation": (put("hidden_act", "gelu"), "`hidden_act` is 'gelu'"),
@@ -117,6 +61,13 @@ BREAKS = {
         lambda config, tensors: config.update(fc_norm=True, norm_before_fc=True),
         "exclude each other",
     ),
+    "no taps read": (eagle(use_aux_hidden_state=False), "`use_aux_hidden_state` in `eagle_config` is false"),
+    "norm_before_fc in eagle_config": (
+        eagle(norm_before_fc=True),
+        "`norm_before_fc` is False at top level but True in `eagle_config`",
+    ),
+    "norm_output in eagle_config": (eagle(norm_output=True), "`norm_output` is False at top level but True"),
+    "fc_norm under its older name": (put("use_aux_norm", True), "`use_aux_norm` is true but `fc_norm` is not"),
     # RoPE
     "no rope_theta": (drop("rope_theta"), "`rope_theta` is missing"),
     "no rope_parameters": (drop("rope_parameters"), "`rope_parameters` is missing"),
@@ -124,6 +75,25 @@ BREAKS = {
     "scaling not repeated": (
         put("rope_parameters", {"rope_type": "llama3", "rope_theta": 10000.0}),
         "`rope_scaling` does not repeat",
+    ),
+    "other factor in the old key": (
+        lambda config, tensors: (
+            put("rope_parameters", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0})(config, tensors),
+            put("rope_scaling", {"rope_type": "linear", "factor": 4.0})(config, tensors),
+        ),
+        "`factor` is 4.0 in `rope_scaling` but 2.0 in `rope_parameters`",
+    ),
+    "theta 0": (theta(0.0), "`rope_theta` of RoPE type 'default' must be a positive number, got 0.0"),
+    "negative theta": (theta(-1e4), "must be a positive number, got -10000.0"),
+    "theta is true": (theta(True), "must be a positive number, got True"),
+    "unknown RoPE type": (put("rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}), "RoPE type 'spiral'"),
+    "linear RoPE without its factor": (
+        put("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}),
+        "`factor` of RoPE type 'linear' must be a positive number, got None",
+    ),
+    "llama3 RoPE without its bounds": (
+        put("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
+        "`low_freq_factor` of RoPE type 'llama3' must be a positive number, got None",
     ),
     "scaling only in the old key": (put("rope_scaling", {"rope_type": "yarn"}), "`rope_scaling` says 'yarn'"),
     "partial rotary": (put("partial_rotary_factor", 0.5), "`partial_rotary_factor` is 0.5"),
@@ -133,6 +103,7 @@ BREAKS = {
     "tap twice": (taps(2, 2, 5), "not strictly ascending"),
     "tap out of range": (taps(2, 4, 9), "out of range: a policy of 8 layers has ids 0..8"),
     "negative tap": (taps(-1, 4, 5), "out of range"),
+    "tap is true": (taps(True, 4, 5), "not a list of integers"),
     "taps of strings": (taps("2", "4", "5"), "not a list of integers"),
     "same ids in both places": (taps(2, 4, 5, inner=[2, 4, 5]), "must be one less than at top level"),
     "other taps without nested": (taps(1, 4, 5), "SGLang would read the default ones"),
@@ -147,6 +118,18 @@ BREAKS = {
     "layer section without RoPE": (
         lambda config, tensors: config["transformer_layer_config"].pop("rope_parameters"),
         "`transformer_layer_config` lacks `rope_parameters`",
+    ),
+    "layer section without key heads": (
+        lambda config, tensors: config["transformer_layer_config"].pop("num_key_value_heads"),
+        "`transformer_layer_config` lacks `num_key_value_heads`",
+    ),
+    "layer section without epsilon": (
+        lambda config, tensors: config["transformer_layer_config"].pop("rms_norm_eps"),
+        "`transformer_layer_config` lacks `rms_norm_eps`",
+    ),
+    "no draft tokens": (
+        nested("speculators_config", "proposal_methods", [{"speculative_tokens": 0}]),
+        "`speculative_tokens` in `speculators_config` is 0, not a positive integer",
     ),
     "no proposal method": (nested("speculators_config", "proposal_methods", []), "`speculators_config` lacks"),
     "other kind": (put("speculators_model_type", "dflash"), "`speculators_model_type` is 'dflash'"),
@@ -176,9 +159,17 @@ BREAKS = {
     # values and dtypes
     "NaN": (tensor("fc.weight", poison), "tensor `fc.weight` holds NaN"),
     "infinite": (tensor("norm.weight", lambda old: old / 0), "tensor `norm.weight` holds NaN or infinite"),
+    "head never filled": (
+        tensor("lm_head.weight", torch.zeros_like),
+        "tensor `lm_head.weight` holds nothing but zeros",
+    ),
+    "fc never filled": (tensor("fc.weight", torch.zeros_like), "tensor `fc.weight` holds nothing but zeros"),
+    "8-bit integers": (tensor("fc.weight", lambda old: old.mul(9).to(torch.int8)), "has dtype torch.int8"),
+    "8-bit floats": (tensor("fc.weight", lambda old: old.to(torch.float8_e4m3fn)), "has dtype torch.float8_e4m3fn"),
     "mixed dtypes": (tensor("norm.weight", lambda old: old.half()), "several dtypes"),
     "float64": (tensor("norm.weight", lambda old: old.double()), "has dtype torch.float64"),
     "other dtype declared": (put("dtype", "bfloat16"), "`dtype` says bfloat16 but the tensors are torch.float32"),
+    "other torch_dtype declared": (put("torch_dtype", "bfloat16"), "`torch_dtype` says bfloat16 but the tensors are"),
     "d2t as int32": (tensor("d2t", lambda old: old.int()), "tensor `d2t` has dtype torch.int32"),
     "t2d as int64": (tensor("t2d", lambda old: old.long()), "tensor `t2d` has dtype torch.int64"),
     # vocabulary
@@ -231,23 +222,12 @@ def test_second_norm_of_later_layers(policy, tmp_path):
     assert problems(validate_draft(tmp_path)) == ["missing tensor `layers.1.hidden_norm.weight`"]
 
 
-def test_unreadable_folders(tmp_path):
-    assert "holds no config.json" in validate_draft(tmp_path)[0]
-    (tmp_path / "config.json").write_text("[]")
-    assert "must hold a JSON object" in validate_draft(tmp_path)[0]
-    (tmp_path / "config.json").write_text("{}")
-    assert "holds no weights" in validate_draft(tmp_path)[0]
-    save_file({}, tmp_path / "model.safetensors")
-    assert any("`model_type` is missing" in message for message in validate_draft(tmp_path))
-
-
-def test_damaged_weights(good, policy, tmp_path):
-    messages(good, policy, tmp_path, lambda config, tensors: None)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    assert "damaged or incomplete" in validate_draft(tmp_path)[0]
-    weights.rename(tmp_path / "pytorch_model.bin")
-    assert "damaged or incomplete" in validate_draft(tmp_path)[0]
+def test_values_beyond_the_policys_dtype_are_named(good, policy, tmp_path):
+    half = copy.deepcopy(policy).half()
+    found = problems(messages(good, half, tmp_path, tensor("norm.weight", lambda old: old * 1e5)))
+    assert found == [
+        "tensor `norm.weight` holds values that are infinite in torch.float16, which servers run the draft in"
+    ]
 
 
 @pytest.mark.parametrize("key", ["transformer_layer_config", "speculators_config", "eagle_config", "rope_parameters"])

@@ -23,6 +23,7 @@ from .taps import is_elsewhere
 
 
 VOCAB_MAPS = ("d2t", "t2d")
+READABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -341,12 +342,17 @@ def check_vocab_ids(d2t: torch.Tensor, vocab_size: int) -> None:
 
 def check_tensors(config: Eagle3DraftConfig, tensors: Mapping[str, torch.Tensor]) -> None:
     """
-    Checks names and shapes of the weights (without the vocabulary maps).
+    Checks names, shapes and dtypes of the weights (without the vocabulary maps).
 
     Raises:
-        ValueError: naming every tensor that is missing, extra or mis-shaped.
+        ValueError: naming every tensor that is missing, extra, mis-shaped or quantised.
     """
     problems = shape_problems(expected_shapes(config), tensors, without=VOCAB_MAPS)
+    problems += [
+        f"tensor `{name}` has dtype {tensor.dtype}, and quantised weights are not read"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in READABLE_DTYPES
+    ]
     if problems:
         raise ValueError("The draft checkpoint cannot be read: " + "; ".join(problems) + ".")
 

@@ -5,6 +5,8 @@ Shapes: `H` draft hidden size, `Ht` policy hidden size, `n` policy layers, `V` /
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -29,6 +31,8 @@ _ROPE_FIELDS = {
         "truncate",
     ),
 }
+# Those without which there are no frequencies; the rest have defaults.
+_REQUIRED_ROPE_FIELDS = {**_ROPE_FIELDS, "yarn": ("factor",)}
 
 
 def default_tap_layers(num_policy_layers: int) -> list[int]:
@@ -225,12 +229,35 @@ class Eagle3DraftConfig(PreTrainedConfig):
             raise ValueError(
                 "`fc_norm` and `norm_before_fc` both norm the taps before `fc`. Set one of them to False."
             )
+        if not is_positive_number(self.rms_norm_eps):
+            raise ValueError(f"`rms_norm_eps` must be a positive number, got {self.rms_norm_eps!r}.")
         _validate_tap_layers(self.tap_layers, self.num_policy_layers)
-        rope_type = self.rope_parameters["rope_type"]
-        if rope_type not in STATIC_ROPE_TYPES:
+        check_rope(self.rope_parameters)
+
+
+def is_positive_number(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def check_rope(parameters: Mapping[str, Any]) -> None:
+    """
+    Checks flat RoPE parameters, with `rope_type` and `rope_theta`.
+
+    Raises:
+        ValueError: if no draft can have the type, or a number of it is missing or not positive.
+    """
+    rope_type = parameters["rope_type"]
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise ValueError(
+            f"RoPE type {rope_type!r} cannot be used in a draft: its frequencies change with the length of the "
+            f"text, or servers read it differently. Use one of {list(STATIC_ROPE_TYPES)} in `rope_parameters`."
+        )
+    for name in ("rope_theta", *_REQUIRED_ROPE_FIELDS[rope_type]):
+        if not is_positive_number(parameters.get(name)):
             raise ValueError(
-                f"RoPE type {rope_type!r} cannot be used in a draft: its frequencies change with the length of the "
-                f"text, or servers read it differently. Use one of {list(STATIC_ROPE_TYPES)} in `rope_parameters`."
+                f"`{name}` of RoPE type {rope_type!r} must be a positive number, got {parameters.get(name)!r} in "
+                "`rope_parameters`."
             )
 
 

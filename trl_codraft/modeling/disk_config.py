@@ -182,6 +182,7 @@ def check_sections(raw: Mapping[str, Any]) -> None:
             _check_kind(section.get(key) or {}, "rope_theta", (int, float), "a number")
         for key in WHOLE_NUMBERS:
             _check_kind(section, key, int, "a whole number")
+        _check_kind(section, "logit_scale", (int, float), "a number")
     names = raw.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"`architectures` in the draft's config.json must be a list of names, not {names!r}.")
@@ -218,8 +219,14 @@ def rope_from_disk(layer: Mapping[str, Any]) -> dict[str, Any]:
         )
     legacy_type = rope.pop("type", None)
     rope.setdefault("rope_type", legacy_type or "default")
-    rope["rope_theta"] = rope.get("rope_theta") or layer.get("rope_theta") or DEFAULT_ROPE_THETA
+    given = [section["rope_theta"] for section in (rope, layer) if section.get("rope_theta") is not None]
+    rope["rope_theta"] = given[0] if given else DEFAULT_ROPE_THETA
     return rope
+
+
+def is_tap_list(value: Any) -> bool:
+    """Whether a value is a list of whole numbers (JSON's true counts as a number in Python)."""
+    return isinstance(value, list) and all(type(tap) is int for tap in value)
 
 
 def taps_from_disk(raw: Mapping[str, Any], num_policy_layers: int | None) -> list[int]:
@@ -232,7 +239,7 @@ def taps_from_disk(raw: Mapping[str, Any], num_policy_layers: int | None) -> lis
     """
     nested = (raw.get("eagle_config") or {}).get(TAP_KEY)
     found = raw.get(TAP_KEY) or nested
-    if found and not (isinstance(found, list) and all(isinstance(tap, int) for tap in found)):
+    if found and not is_tap_list(found):
         raise ValueError(f"`{TAP_KEY}` in the draft's config.json must be a list of integers, not {found!r}.")
     if found:
         return list(found) if raw.get(TAP_KEY) else [tap + 1 for tap in nested]
@@ -242,6 +249,17 @@ def taps_from_disk(raw: Mapping[str, Any], num_policy_layers: int | None) -> lis
             "layers: pass `policy=`."
         )
     return server_default_tap_layers(num_policy_layers) or default_tap_layers(num_policy_layers)
+
+
+def _read_flag(raw: Mapping[str, Any], flag: str) -> bool:
+    """A norm flag from the top level or `eagle_config`; ValueError if the two differ or one is no boolean."""
+    found = [section[flag] for section in (raw, raw.get("eagle_config") or {}) if section.get(flag) is not None]
+    if not all(isinstance(value, bool) for value in found) or len(set(found)) > 1:
+        raise ValueError(
+            f"`{flag}` in the draft's config.json must be true or false, the same at top level and in `eagle_config`: found "
+            f"{found}."
+        )
+    return found[0] if found else False
 
 
 def refuse_foreign_config(raw: Mapping[str, Any]) -> None:
@@ -261,6 +279,11 @@ def refuse_foreign_config(raw: Mapping[str, Any]) -> None:
         )
     if kind != "eagle3":
         raise ValueError(f"The draft is of kind {kind!r}; only 'eagle3' can be read.")
+    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise ValueError(
+            "The draft reads no hidden states of inner layers (`use_aux_hidden_state: false` in `eagle_config`), which is "
+            "not supported. Use an EAGLE-3 draft that does."
+        )
     for key in ("attention_bias", "mlp_bias", "bias"):
         if layer.get(key):
             raise ValueError(
@@ -315,7 +338,7 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
             # Policies without a longest context (ALiBi and the like) have no such key.
             context = getattr(policy_config, "max_position_embeddings", None) or 0
             max_position_embeddings = max(max_position_embeddings, context)
-    flags = {flag: bool(raw.get(flag) or (raw.get("eagle_config") or {}).get(flag)) for flag in NORM_FLAGS}
+    flags = {flag: _read_flag(raw, flag) for flag in NORM_FLAGS}
     flags["fc_norm"] = flags["fc_norm"] or bool(raw.get("use_aux_norm"))
     if is_speculators(raw) and raw.get("norm_before_residual") is None:
         flags["norm_before_residual"] = True

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+LFS_POINTER = b"version https://git-lfs"
 # In the order in which servers look for them.
 WEIGHT_FILES = (
     "model.safetensors.index.json",
@@ -75,13 +76,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: if it is no JSON object.
     """
+    return _read_json(folder / CONFIG_NAME)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError if there is none."""
     try:
-        raw = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / CONFIG_NAME} is not valid JSON: {error}.") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{folder / CONFIG_NAME} must hold a JSON object, not a {type(raw).__name__}.")
-    return raw
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not a {type(content).__name__}.")
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -89,22 +95,35 @@ def weight_files(folder: Path) -> list[Path]:
     The files that hold a draft's tensors.
 
     Raises:
-        ValueError: if there are none, or an index names a shard that is not there.
+        ValueError: if there are none, or an index names a shard that is not in the folder.
     """
     for name in WEIGHT_FILES:
         if not (folder / name).is_file():
             continue
         if not name.endswith(".index.json"):
             return [folder / name]
-        try:
-            shards = sorted(set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / name} is not an index of shards: {error!r}.") from error
-        lost = [shard for shard in shards if not (folder / shard).is_file()]
+        places = _read_json(folder / name).get("weight_map")
+        if not (isinstance(places, dict) and places and all(isinstance(shard, str) for shard in places.values())):
+            raise ValueError(
+                f"{folder / name} is not an index of shards: `weight_map` must map tensors to file names."
+            )
+        shards = sorted(set(places.values()))
+        lost = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
         if lost:
             raise ValueError(f"{folder / name} names shards that are not there: {', '.join(lost)}.")
         return [folder / shard for shard in shards]
     raise ValueError(f"{folder} holds no weights: looked for {', '.join(WEIGHT_FILES)}.")
+
+
+def stray_weight_files(folder: Path) -> list[str]:
+    """
+    Names of safetensors files that are not the draft's as this package and transformers read it. A server that finds no
+    index loads all safetensors files of the folder, one over the other.
+    """
+    files = weight_files(folder)
+    if files[0].suffix != ".safetensors" or (folder / WEIGHT_FILES[0]).is_file():
+        return []
+    return sorted(file.name for file in folder.glob("*.safetensors") if file not in files)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -112,18 +131,33 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     All tensors of a folder under their names on disk, on the CPU, in their stored dtypes.
 
     Raises:
-        ValueError: if there are no weights, or a file is damaged.
+        ValueError: if there are no weights, a file is damaged or holds something else, or shards repeat a tensor.
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
-        try:
-            if file.suffix == ".safetensors":
-                tensors |= load_file(file)
-            else:
-                tensors |= torch.load(file, map_location="cpu", weights_only=True)
-        except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"{file} cannot be read, it is damaged or incomplete: {error}") from error
+        found = _read_file(file)
+        repeated = tensors.keys() & found.keys()
+        if repeated:
+            raise ValueError(f"{file} repeats tensors of another shard: {', '.join(sorted(repeated))}.")
+        tensors |= found
     return tensors
+
+
+def _read_file(file: Path) -> dict[str, torch.Tensor]:
+    """The named tensors of one file."""
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{file} is a Git LFS pointer in the place of the weights: run `git lfs pull`.")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{file} cannot be read, it is damaged or incomplete: {error}") from error
+    named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+    if not (named and all(isinstance(tensor, torch.Tensor) for tensor in content.values())):
+        raise ValueError(f"{file} does not hold a dict of named tensors, which servers expect.")
+    return content
 
 
 def write_folder(
