@@ -19,6 +19,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .export import export_draft, push_draft, score_draft
+from .model_card import SCORE_KEYS
 from .modeling.draft_folder import resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .validation import problems, validate_draft
@@ -155,8 +156,18 @@ def _card_arguments(args: argparse.Namespace) -> dict:
         "dtype": DTYPES[args.dtype] if args.dtype else None,
         "base_model": args.base_model or args.policy,
         "license": args.license,
-        "scores": json.loads(Path(args.scores).read_text(encoding="utf-8")) if args.scores else None,
+        "scores": _read_scores(args.scores) if args.scores else None,
     }
+
+
+def _read_scores(name: str) -> dict:
+    try:
+        scores = json.loads(Path(name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(scores, dict) or not scores.keys() >= set(SCORE_KEYS):
+        raise ValueError(f"{name} is no result of `trl-codraft score --output`: it must hold {', '.join(SCORE_KEYS)}.")
+    return scores
 
 
 def _load_policy(name: str) -> PreTrainedModel:

@@ -40,6 +40,18 @@ SAMPLING_HINT = (
 )
 
 
+# What the card says of a measurement.
+SCORE_KEYS = (
+    "accept_length",
+    "accept_rate",
+    "accept_rate_per_position",
+    "num_draft_tokens",
+    "num_prompts",
+    "committed",
+    "temperature",
+)
+
+
 def serve_commands(draft: str, policy: str, num_draft_tokens: int = 3) -> dict[str, str]:
     """
     The command lines that serve a policy with its draft.
@@ -107,7 +119,7 @@ def draft_card(
             Repository id of the policy. A local path is shown in the commands but kept out of the metadata, which
             takes repository ids only.
         scores (`Mapping[str, Any]`, *optional*):
-            What [`score_draft`] measured on held-out prompts.
+            What [`score_draft`] measured on held-out prompts; at least [`SCORE_KEYS`].
         license (`str`, *optional*):
             Licence identifier of the Hub.
         tags (`tuple[str, ...]`, *optional*, defaults to `()`):
@@ -130,8 +142,8 @@ def draft_card(
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {repo_id.split('/')[-1] if repo_id else 'EAGLE-3 draft'}",
-        f"An EAGLE-3 draft for speculative decoding with `{policy}`, trained inside the GRPO step of that policy with "
-        "`trl-codraft`. It proposes tokens; the policy verifies them, so its output distribution does not change.",
+        f"An EAGLE-3 draft for speculative decoding with `{policy}`, written by `trl-codraft`. It proposes tokens; the policy "
+        "verifies them, so its output distribution does not change.",
         f"## Accept length\n\n{_score_table(scores)}",
         f"## Serve\n\nvLLM:\n\n```bash\n{commands['vllm']}\n```\n\n{SAMPLING_HINT}\n\n"
         f"SGLang:\n\n```bash\n{commands['sglang']}\n```",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .modeling.checkpoint import canonical_name, check_vocab_ids, expected_shapes, shape_problems
+from .modeling.checkpoint import canonical_name, check_vocab_ids, expected_shapes, refuse_policy_folder, shape_problems
 from .modeling.configuration_eagle3 import check_rope, is_positive_number
 from .modeling.disk_config import (
     ARCHITECTURE,
@@ -80,6 +80,7 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
         return [f"{path} holds no {CONFIG_NAME}: not a draft, or its export was interrupted"]
     try:
         raw, tensors, strays = read_config(path), read_tensors(path), stray_weight_files(path)
+        refuse_policy_folder(path, tensors)
         check_sections(raw)
     except ValueError as error:
         return [str(error)]

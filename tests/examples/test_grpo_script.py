@@ -1,6 +1,7 @@
 """The GRPO script on a tiny policy and a local dataset, and its refusals."""
 
 import json
+import re
 
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
@@ -92,6 +93,13 @@ def test_config_file_is_overridden_by_the_command_line(tmp_path):
 def test_missing_or_unknown_rewards_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         grpo.load_reward_funcs(grpo.CoDraftScriptArguments(**settings))
+
+
+def test_every_reward_that_the_help_names_is_there():
+    named = re.findall(r"`(\w+)`", grpo.CoDraftScriptArguments.__dataclass_fields__["reward_funcs"].metadata["help"])
+    rewards = grpo.load_reward_funcs(grpo.CoDraftScriptArguments(reward_funcs=named))
+    assert len(rewards) == 4
+    assert rewards[named.index("get_soft_overlong_punishment")](completion_ids=[[1] * 1000, [1] * 1300]) == [0, -1]
 
 
 def test_missing_dataset_is_refused():

@@ -11,6 +11,7 @@ from tiny import tiny_policy, tiny_tokenizer
 
 from trl_codraft import cli
 from trl_codraft.cli import main
+from trl_codraft.model_card import SCORE_KEYS
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,11 @@ def test_validate_prints_each_problem(tmp_path, policy_folder, capsys):
         (["export", "./nowhere", "x", "--policy", "POLICY"], "no draft folder"),
         (["score", "FOREIGN", "--policy", "POLICY", "--prompts-file", "./nowhere.txt"], "nowhere.txt"),
         (["score", "FOREIGN", "--policy", "POLICY", "--prompts-file", "BAD"], "`prompt` is a string"),
+        (["export", "FOREIGN", "x", "--policy", "POLICY", "--scores", "BAD"], "no result of `trl-codraft score"),
+        (
+            ["export", "FOREIGN", "x", "--policy", "POLICY", "--scores", "BIASED/model.safetensors"],
+            "is not valid JSON",
+        ),
         (["export", "BIASED", "x", "--policy", "POLICY"], "biases"),
     ],
 )
@@ -66,6 +72,7 @@ def test_mistakes_end_with_one_line(tmp_path, policy_folder, foreign, capsys, ar
         "FOREIGN": foreign,
         "BAD": str(tmp_path / "bad.jsonl"),
         "BIASED": str(biased),
+        "BIASED/model.safetensors": str(biased / "model.safetensors"),
     }
     assert main([places.get(argument, argument) for argument in arguments]) == 1
     captured = capsys.readouterr()
@@ -96,14 +103,15 @@ def test_push_hands_over_the_card(tmp_path, policy_folder, foreign, capsys, monk
         return SimpleNamespace(commit_url="https://hub/commit")
 
     monkeypatch.setattr(cli, "push_draft", push_draft)
-    (tmp_path / "scores.json").write_text('{"accept_length": 2.0}')
+    scores = dict.fromkeys(SCORE_KEYS, 2.0)
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
     arguments = ["push", foreign, "me/draft", "--policy", policy_folder, "--base-model", "org/policy", "--private"]
     assert main([*arguments, "--scores", str(tmp_path / "scores.json")]) == 0
     assert capsys.readouterr().out.strip().endswith("https://hub/commit")
     assert received["repo_id"] == "me/draft"
     assert received["private"] is True
     assert received["base_model"] == "org/policy"
-    assert received["scores"] == {"accept_length": 2.0}
+    assert received["scores"] == scores
 
 
 def script_of(monkeypatch, prepare, run):

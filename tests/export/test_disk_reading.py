@@ -12,6 +12,7 @@ from tiny import tiny_policy
 from trl_codraft.modeling import draft_folder
 from trl_codraft.modeling.checkpoint import check_fits_policy
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
+from trl_codraft.validation import validate_draft
 
 
 def load(folder, policy=None, **kwargs):
@@ -317,6 +318,9 @@ def test_a_policy_folder_with_a_draft_in_it_is_told_from_a_draft(tmp_path):
     write(tmp_path / "draft", flat_config(), flat_tensors())
     with pytest.raises(ValueError, match="holds a policy. Its draft lies in .*draft: give that folder"):
         Eagle3DraftModel.from_pretrained(tmp_path)
+    assert validate_draft(tmp_path) == [
+        f"{tmp_path} holds a policy. Its draft lies in {tmp_path}/draft: give that folder."
+    ]
 
 
 def test_a_name_that_is_neither_a_folder_nor_a_repository_is_named(monkeypatch):

@@ -130,6 +130,9 @@ class TestCard:
         assert "## Provenance\n\n- GRPO steps: 7\n- seed: 3\n" in text
         assert "Provenance" not in draft_card(make_draft(policy).config)
 
+    def test_claims_no_training_of_a_draft_from_elsewhere(self, policy):
+        assert "trained" not in draft_card(make_draft(policy).config, base_model="org/policy").split("## Citations")[0]
+
     def test_without_scores_and_with_a_local_policy(self, policy, tmp_path):
         card = ModelCard(draft_card(make_draft(policy).config, base_model=str(tmp_path)))
         assert "base_model" not in card.data.to_dict()

@@ -183,8 +183,7 @@ def load_draft(
     raw = read_config(folder)
     policy_config = policy.config.get_text_config() if policy is not None else None
     tensors = {canonical_name(name): tensor for name, tensor in read_tensors(folder).items()}
-    if "fc.weight" not in tensors and (folder / "draft" / CONFIG_NAME).is_file():
-        raise ValueError(f"{folder} holds a policy. Its draft lies in {folder / 'draft'}: give that folder.")
+    refuse_policy_folder(folder, tensors)
     refuse_foreign_tensors(tensors)
     config = config_from_disk(raw, policy_config)
     if policy is not None:
@@ -269,6 +268,12 @@ def check_embedding(embedding: torch.Tensor, policy: nn.Module) -> None:
         "draft reads the policy's live embedding, so its own would be lost. Use a draft trained with the policy's "
         "embedding, or remove `embed_tokens` from the checkpoint if the difference does not matter."
     )
+
+
+def refuse_policy_folder(folder: Path, tensors: Iterable[str]) -> None:
+    """Refuses a folder that holds a policy, with its draft in a folder inside, as a run leaves them."""
+    if "fc.weight" not in tensors and (folder / "draft" / CONFIG_NAME).is_file():
+        raise ValueError(f"{folder} holds a policy. Its draft lies in {folder / 'draft'}: give that folder.")
 
 
 def refuse_foreign_tensors(tensors: dict[str, torch.Tensor]) -> None:

@@ -19,7 +19,12 @@ from trl import (
     get_peft_config,
     get_quantization_config,
 )
-from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
+from trl.rewards import (
+    accuracy_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
 from trl.scripts.grpo import GRPOScriptArguments
 
 from ..config import CoDraftGRPOConfig
@@ -30,6 +35,8 @@ REWARD_FUNCS = {
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
+    # With TRL's numbers, which the help of `--reward_funcs` gives.
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
 }
 
 
