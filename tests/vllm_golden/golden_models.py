@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_codraft.export import export_draft
@@ -30,10 +32,11 @@ MAX_NEW_TOKENS = 20
 
 @dataclass
 class Case:
-    """One policy with one draft; `draft` holds overrides of `Eagle3DraftConfig.from_policy`."""
+    """One policy with one draft; `draft` holds overrides of `Eagle3DraftConfig.from_policy`, `adapter` those of LoRA."""
 
     policy: dict = field(default_factory=dict)
     draft: dict = field(default_factory=dict)
+    adapter: dict = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     trained: bool = False
 
@@ -58,12 +61,17 @@ CASES = {
         policy={"model_type": "qwen2", "num_hidden_layers": 8, "tie_word_embeddings": True, "num_attention_heads": 2},
         draft={"num_hidden_layers": 2},
     ),
+    "qwen3": Case(policy={"model_type": "qwen3"}),
+    "three_heads_of_80_in_96": Case(
+        policy={"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 80}
+    ),
+    "merged_adapter": Case(adapter={"r": 4, "target_modules": "all-linear"}),
     "scaled_rope_bf16": Case(policy={"rope_parameters": LLAMA3_ROPE}, dtype=torch.bfloat16),
     "trained": Case(trained=True),
 }
 
 
-def _randomize(model: torch.nn.Module, seed: int, gain: float) -> None:
+def _randomize(model: nn.Module, seed: int, gain: float) -> None:
     """Matrices normal with variance gain^2 / fan_in, vectors (norms and biases) near 1 and 0 but not at them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -75,7 +83,7 @@ def _randomize(model: torch.nn.Module, seed: int, gain: float) -> None:
                 parameter.copy_(noise * 0.3 + (0.0 if name.endswith("bias") else 1.0))
 
 
-def build_policy(case: Case) -> torch.nn.Module:
+def build_policy(case: Case) -> nn.Module:
     """The policy of a case, fp32, in eval mode."""
     sizes = {
         "model_type": "llama",
@@ -94,6 +102,12 @@ def build_policy(case: Case) -> torch.nn.Module:
     }
     policy = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.float32)
     _randomize(policy, seed=1, gain=1.5)
+    if case.adapter:
+        policy = get_peft_model(policy, LoraConfig(**case.adapter))
+        _randomize(
+            nn.ModuleList(module for name, module in policy.named_modules() if "lora_" in name), seed=4, gain=1.0
+        )
+        policy = policy.merge_and_unload()
     return policy.eval()
 
 
@@ -109,7 +123,7 @@ def build_draft(case: Case, policy: torch.nn.Module) -> Eagle3DraftModel:
     return draft.to(case.dtype).float()
 
 
-def checksum(model: torch.nn.Module) -> float:
+def checksum(model: nn.Module) -> float:
     """A number that moves when any weight does."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).double()
     return float(weights @ torch.arange(len(weights)).double().cos())

@@ -21,56 +21,14 @@ from golden_models import (
     checksum,
     write_all,
 )
-from transformers import DynamicCache
+from own_proposals import agreement
 
 from trl_codraft.export import score_draft
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
-from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.rollout.speculative import speculative_generate
 
 
 RECORD = json.loads((GOLDEN / "proposals.json").read_text())
-
-
-@torch.no_grad()
-def propose(policy, draft, tokens, known_counts, position_offset=0):
-    """
-    Draft tokens after the prefixes of `tokens` of the given lengths. Row p reads the taps at p and the embedding of
-    token p + 1 at position p, and predicts token p + 2.
-    """
-    recorder = TapRecorder(policy, draft.config.tap_layers)
-    with recorder.record() as record:
-        policy(torch.tensor([tokens]))
-    recorder.close()
-    embed = policy.get_input_embeddings()
-    rows = len(tokens) - 1
-    fused = draft.fuse_taps(torch.cat(record.taps, dim=-1))[:, :rows]
-    trunk = DynamicCache()
-    outputs = draft.step(fused, embed(torch.tensor([tokens[1:]])), torch.arange(rows)[None], trunk)
-    chains = []
-    for known in known_counts:
-        cache = copy.deepcopy(trunk)
-        if known <= rows:
-            cache.crop(known - 1 - rows)
-        hidden = outputs[:, known - 2 : known - 1]
-        chain = [draft.target_ids[draft.compute_logits(hidden).argmax(-1)]]
-        for step in range(NUM_DRAFT_TOKENS - 1):
-            position = torch.tensor([[known - 1 + step + position_offset]])
-            hidden = draft.step(draft.feedback(hidden), embed(chain[-1]), position, cache)
-            chain.append(draft.target_ids[draft.compute_logits(hidden).argmax(-1)])
-        chains.append([int(token) for token in chain])
-    return chains
-
-
-def agreement(policy, draft, rows, **kwargs):
-    """(equal, all) over the recorded proposals."""
-    equal = total = 0
-    for row in rows:
-        known_counts = [known for known, _ in row["proposals"]]
-        ours = propose(policy, draft, row["prompt"] + row["output"], known_counts, **kwargs)
-        equal += sum(mine == theirs for mine, (_, theirs) in zip(ours, row["proposals"], strict=True))
-        total += len(ours)
-    return equal, total
 
 
 @functools.cache
@@ -102,7 +60,7 @@ def test_draft_proposes_the_tokens_vllm_proposed(name):
     assert equal == total > 10
 
 
-@pytest.mark.parametrize("name", ["plain", "tied_default_taps_two_layers", "scaled_rope_bf16"])
+@pytest.mark.parametrize("name", CASES)
 def test_vllm_output_is_the_policys_greedy_output(name):
     policy, _ = models(name)
     for row in RECORD["cases"][name]:
@@ -128,6 +86,14 @@ def test_each_flag_matters(name, change):
     forgetful.load_state_dict(kept)
     equal, total = agreement(policy, forgetful, RECORD["cases"][name])
     assert equal < total / 2
+
+
+def test_merged_adapter_moves_the_policy():
+    merged, base = cached_models("merged_adapter")[0], cached_models("plain")[0]
+    assert checksum(merged) != pytest.approx(checksum(base), rel=0.01)
+    assert [row["output"] for row in RECORD["cases"]["merged_adapter"]] != [
+        row["output"] for row in RECORD["cases"]["plain"]
+    ]
 
 
 def test_position_of_later_draft_tokens_matters():
@@ -185,4 +151,6 @@ def test_golden_file_is_what_vllm_proposes_now(tmp_path):
     fresh = tmp_path / "proposals.json"
     script = Path(__file__).parent / "make_golden.py"
     subprocess.run([python, script, tmp_path / "models", fresh], check=True)
-    assert json.loads(fresh.read_text())["cases"] == RECORD["cases"]
+    found = json.loads(fresh.read_text())
+    assert found["cases"] == RECORD["cases"]
+    assert found["counters"] == RECORD["counters"]
