@@ -4,8 +4,7 @@ with rollouts by vLLM, the signatures that the stand-ins of tests/trainer copy. 
 
     $VLLM_TRL_PYTHON tests/vllm_golden/live_engine.py FOLDER      (environment: README.md beside this file)
 
-Two functions of vLLM's CPU backend are replaced here: the one that packs weights into a form that cannot be loaded into
-again, and `expand_batch_to_tokens`, whose CPU kernel leaves its result uninitialised.
+Two functions of vLLM's CPU backend are replaced, see cpu_vllm.py.
 """
 
 import functools
@@ -18,48 +17,24 @@ import traceback
 from pathlib import Path
 
 
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "CI": "1",
-}
-os.environ.update(ENVIRONMENT)
+# Before the import of vLLM: the engine lives in this process, where its weights can be looked at.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-import vllm.model_executor.layers.utils as cpu_layers  # noqa: E402
-import vllm.v1.sample.rejection_sampler as rejection_sampler  # noqa: E402
-from golden_models import CASES, MAX_NEW_TOKENS, PROMPTS, build_draft, build_policy, write_case  # noqa: E402
-from trl.generation import vllm_generation  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
+from cpu_vllm import expand_properly, keep_weights_loadable  # noqa: I001
+import torch
+from golden_models import CASES, MAX_NEW_TOKENS, PROMPTS, build_draft, build_policy, write_case
+from grpo_over_vllm import DRAFT_VOCAB_SIZE, build_trainer, ours, report, save, write_start
+from trl.generation import vllm_generation
+from vllm import LLM, SamplingParams
 
-from trl_codraft import score_draft, vllm_rollouts  # noqa: E402
-from trl_codraft.vllm_counters import stats_from_metrics  # noqa: E402
-from trl_codraft.vllm_refit import refit_tensors, refuse_shared_weights, write_engine_draft  # noqa: E402
+from trl_codraft import score_draft
+from trl_codraft.vllm_counters import stats_from_metrics
+from trl_codraft.vllm_refit import refit_tensors, refuse_shared_weights, write_engine_draft
 
 
 EAGER = {"enforce_eager": True, "dtype": "float32"}
 SAMPLES = 1500
-
-
-def keep_weights_loadable() -> None:
-    def unpacked(layer, remove_weight):
-        layer.cpu_linear = torch.nn.functional.linear
-
-    cpu_layers.dispatch_cpu_unquantized_gemm = unpacked
-
-
-def expand_properly() -> None:
-    def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
-        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts)
-
-    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def start(policy: Path, draft: Path, num_draft_tokens: int = 3) -> LLM:
@@ -186,41 +161,24 @@ def distribution(folder: Path) -> dict:
 
 
 def grpo(folder: Path) -> dict:
-    """GRPO on a tiny policy, colocated: the engine's weights at the end, its acceptance, and logprobs that agree."""
-    from grpo_runs import codraft_trainer
-    from tiny import tiny_policy, tiny_tokenizer
-    from transformers import AutoModelForCausalLM
-
+    """GRPO on a tiny policy, colocated: what the engine holds and does at the end. Saves the run."""
     keep_weights_loadable()
     expand_properly()
-    vllm_rollouts.CPU_SAMPLES_WRONGLY = False
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, **EAGER)
-    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    tiny_policy(scale=3.0, **sizes).save_pretrained(folder / "policy")
-    tiny_tokenizer().save_pretrained(folder / "policy")
-    trainer = codraft_trainer(
-        folder / "out",
-        AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32),
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.05,
-        vllm_max_model_length=128,
-        speculative_rollouts="true",
-        draft_vocab_size=96,
-        draft_pretrain_steps=30,
-        draft_pretrain_learning_rate=1e-2,
-        max_completion_length=24,
-        temperature=0.7,
-    )
+    start = write_start(folder)
+    trainer = build_trainer(folder, vllm_mode="colocate", vllm_gpu_memory_utilization=0.05, vllm_max_model_length=128)
     trainer.train()
     trainer.vllm_generation.sync_weights()
-    engine = trainer.vllm_generation._draft_in_engine()
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    engine, head = trainer.vllm_generation._draft_in_engine(), trainer.draft_model.lm_head.weight
+    trainer.vllm_generation.llm.reset_prefix_cache()
+    outputs, counted = ask(trainer.vllm_generation.llm)
+    save(trainer, folder)
     return {
-        "accept_lengths": [entry["rollout/accept_length"] for entry in entries],
-        "logprob_differences": [entry["sampling/sampling_logp_difference/max"] for entry in entries],
-        "draft_head_difference": (engine.lm_head.weight[:96] - trainer.draft_model.lm_head.weight).abs().max().item(),
+        "vllm": {"outputs": outputs, "counters": counted},
+        "draft_head_difference": (engine.lm_head.weight[:DRAFT_VOCAB_SIZE] - head).abs().max().item(),
         "vocabulary_moved": bool((engine.draft_id_to_target_id != 0).any()),
+        "started": ours(start, trainer.draft_model),
+        **report(trainer),
     }
 
 
