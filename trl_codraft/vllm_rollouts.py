@@ -193,6 +193,8 @@ class DraftVLLMGeneration(VLLMGeneration):
             yield from super()._iter_named_params()
         elif self._stream is not None:
             yield from self._stream.stream(super()._iter_named_params())
+        else:
+            self._merge_and_unmerge()
 
     def _describe_parts(self) -> None:
         """What TRL would iterate over the policy for: the tensors of a push, known before the first one is sent."""
@@ -205,6 +207,16 @@ class DraftVLLMGeneration(VLLMGeneration):
                     (info.name, str(info.dtype).removeprefix("torch."), list(info.shape))
                     for info in self._stream.tensors
                 ]
+            else:
+                self._merge_and_unmerge()
+
+    def _merge_and_unmerge(self) -> None:
+        """
+        What iterating over the policy does to weights that have adapters, which is to round them: without it, they would
+        drift apart between the pipeline that pushes and ranks of others that hold the same stages.
+        """
+        for _ in super()._iter_named_params():
+            pass
 
     def sync_weights(self) -> None:
         """
