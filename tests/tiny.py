@@ -25,6 +25,17 @@ SIZES = {
 }
 
 
+# What `glm4_moe` takes besides: experts that a buffer balances, after a dense layer.
+BALANCED_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+
+
 def tiny_policy(model_type="llama", dtype=torch.float32, seed=0, scale=None, **overrides):
     """A random causal LM in eval mode; `scale` multiplies every weight matrix (larger = peakier logits)."""
     sizes = {**SIZES, **overrides}
@@ -36,6 +47,9 @@ def tiny_policy(model_type="llama", dtype=torch.float32, seed=0, scale=None, **o
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
         if scale is not None:
             with torch.no_grad():
                 for parameter in model.parameters():

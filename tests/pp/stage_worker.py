@@ -7,6 +7,7 @@ import sys
 import time
 import zlib
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from forked import fork_ranks
 from peft import LoraConfig, inject_adapter_in_model
 from pipeline_worker import CASES as PIPELINES
 from pipeline_worker import LAYERS_4, inputs_of, ragged_microbatches, score
-from tiny import tiny_policy
+from tiny import BALANCED_EXPERTS, tiny_policy
 from transformers import AutoModelForCausalLM
 
 from trl_codraft.pp import (
@@ -32,8 +33,8 @@ from trl_codraft.pp import (
 )
 
 
-def policy_of(**overrides):
-    return tiny_policy("llama", seed=3, scale=2.0, **{"tie_word_embeddings": True, **overrides}).train()
+def policy_of(model_type="llama", **overrides):
+    return tiny_policy(model_type, seed=3, scale=2.0, **{"tie_word_embeddings": True, **overrides}).train()
 
 
 def stages_of(rank, num_ranks, layers, **overrides):
@@ -140,9 +141,10 @@ def same(policy, expected):
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-def replicas(rank, world_size, layers, adapters):
+def replicas(rank, world_size, layers, adapters=False, **overrides):
     """A replica after assembly and two refreshes, against the whole policy."""
-    stages, make, trained = stages_of(rank, world_size, layers), policy_of, lambda name: True
+    stages, trained = stages_of(rank, world_size, layers, **overrides), lambda name: True
+    make = partial(policy_of, **overrides)
     whole = None
     if adapters:
         make, trained = (lambda: with_adapters(policy_of())), lambda name: "lora_" in name
@@ -270,8 +272,9 @@ def checkpoints(rank, world_size, folder):
 
 
 REPLICAS = {
-    "replica, 2 ranks": (2, (2, 2), False),
-    "replica, interleaved, adapters": (2, LAYERS_4, True),
+    "replica, 2 ranks": (2, {"layers": (2, 2)}),
+    "replica, interleaved, adapters": (2, {"layers": LAYERS_4, "adapters": True}),
+    "replica, buffers": (2, {"layers": (2, 2), "model_type": "glm4_moe", **BALANCED_EXPERTS}),
 }
 RUNS = {
     "2 x 2 ranks": (4, 2, (2, 2)),
@@ -285,7 +288,7 @@ if __name__ == "__main__":
         name: fork_ranks(gradients, size, folder / f"gradients-{number}", *arguments)
         for number, (name, (size, *arguments)) in enumerate(RUNS.items())
     }
-    for number, (name, (size, *arguments)) in enumerate(REPLICAS.items()):
-        outcomes[name] = fork_ranks(replicas, size, folder / f"replicas-{number}", *arguments)
+    for number, (name, (size, settings)) in enumerate(REPLICAS.items()):
+        outcomes[name] = fork_ranks(partial(replicas, **settings), size, folder / f"replicas-{number}")
     outcomes["checkpoints"] = fork_ranks(checkpoints, 4, folder / "checkpoints", folder / "saved")
     torch.save(outcomes, folder / "outcomes.pt")

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tiny import tiny_policy
+from tiny import BALANCED_EXPERTS, tiny_policy
 from torch import nn
 from transformers import core_model_loading
 
-from trl_codraft.pp import PolicyStage, StageView, keep_stages, load_part, save_policy
+from trl_codraft.pp import PolicyReplica, PolicyStage, StageView, keep_stages, load_part, save_policy
 
 
 LAYERS = (1, 2, 1)
@@ -137,30 +137,38 @@ def test_an_object_is_cut_down_in_place():
     assert isinstance(policy.model.embed_tokens, nn.Embedding)
 
 
-def test_buffers_that_checkpoints_hold_are_saved_with_their_stages(tmp_path):
-    sizes = {
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-    }
-    policy = tiny_policy("glm4_moe", moe_intermediate_size=16, **sizes)
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    # A trainer that ran in it before may have left one.
+    is_first = not dist.is_initialized()
+    if is_first:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group([0], backend="gloo")
+    if is_first:
+        dist.destroy_process_group()
+
+
+def test_quantised_weights_are_replicated_by_views_alone(alone):
+    policy, other = tiny_policy(), tiny_policy(seed=1)
+    for whole in (policy, other):
+        # As those of bitsandbytes, which writes scales beside them.
+        whole.lm_head.register_state_dict_post_hook(
+            lambda module, state, prefix, _: state.update({f"{prefix}weight.absmax": torch.ones(1)})
+        )
+    stages = [StageView(policy, LAYERS, stage) for stage in range(3)]
+    with pytest.raises(ValueError, match="lm_head.weight.absmax.*quantised weights need stages that are views"):
+        PolicyReplica(stages, alone, whole=other)
+    assert PolicyReplica(stages, alone, whole=policy).model is policy
+
+
+def test_buffers_that_checkpoints_hold_are_saved_with_their_stages(tmp_path, alone):
+    policy = tiny_policy("glm4_moe", **BALANCED_EXPERTS)
     buffers = {name: buffer for name, buffer in policy.named_buffers() if name.endswith("e_score_correction_bias")}
     assert len(buffers) == 3
     for number, buffer in enumerate(buffers.values(), 1):
         buffer.fill_(number)
-    # A trainer that ran in this process before may have left one.
-    is_first = not dist.is_initialized()
-    if is_first:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        save_policy(
-            [StageView(policy, LAYERS, stage) for stage in range(3)], tmp_path, dist.new_group([0], backend="gloo")
-        )
-    finally:
-        if is_first:
-            dist.destroy_process_group()
+    save_policy([StageView(policy, LAYERS, stage) for stage in range(3)], tmp_path, alone)
     saved = type(policy).from_pretrained(tmp_path)
     for name, tensor in policy.state_dict().items():
         assert torch.equal(saved.state_dict()[name], tensor), name

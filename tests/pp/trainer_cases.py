@@ -16,6 +16,8 @@ CASES = {
     "gpipe": {"pipeline_schedule": "GPipe", **OLD_LOG_PROBS},
     "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
     "tied": {"model_type": "tied"},
+    # Experts that a buffer balances.
+    "balanced experts": {"model_type": "glm4_moe", "dtype": "float32"},
     # The first stage has nothing to train.
     "frozen layers": {"frozen_layers": 4},
     # As under DDP, the weights of the first rank count.
@@ -41,6 +43,7 @@ TOLERANCE = (1e-5, 2e-7)
 TOLERANCES = {
     "speculative": (1e-5, 1e-6),
     "experts": (1e-5, 1e-6),
+    "balanced experts": (1e-5, 1e-6),
     "bf16": (3e-2, 1e-2),
 }
 

@@ -14,7 +14,7 @@ from cp.trainer_worker import DRAFT, POLICIES, ShardedTrainer
 from forked_ranks import fork_ranks
 from pp.trainer_cases import CASES, IMPOSSIBLE
 from replay_worker import SIZES, prepare
-from tiny import tiny_policy
+from tiny import BALANCED_EXPERTS, tiny_policy
 from transformers.utils import logging
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
@@ -136,7 +136,8 @@ def save_policies(out):
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for name, config in {**POLICIES, "tied": {"model_type": "llama", "tie_word_embeddings": True}}.items():
+    more = {"tied": {"model_type": "llama", "tie_word_embeddings": True}, "glm4_moe": BALANCED_EXPERTS}
+    for name, config in {**POLICIES, **more}.items():
         sizes = {**SIZES, **LAYERS, **config}
         tiny_policy(sizes.pop("model_type", name), scale=3.0, **sizes).save_pretrained(out / name)
 

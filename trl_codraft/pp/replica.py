@@ -15,7 +15,7 @@ from .split import PolicyStage
 
 
 class _Piece(NamedTuple):
-    """A parameter of the policy, as its stage describes it."""
+    """A parameter or buffer of the policy, as its stage describes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,8 @@ class PolicyReplica:
             A policy that is not split, on this rank's device, whose weights are overwritten. Its parameters need the same
             names as the stages' and may be of another dtype. If `None`, one is made from the stage's class and config; a
             policy with adapters has to be passed, the same adapters in it. With stages that are views of it
-            ([`StageView`]) it is taken to be up to date, and only what other ranks train will be sent.
+            ([`StageView`]) it is taken to be up to date, and only what other ranks train will be sent; so these alone may
+            have quantised weights, which are packed bytes and scales beside them.
 
     Attributes:
         model ([`~transformers.PreTrainedModel`]): the replica, in evaluation mode. Tied weights stay tied.
@@ -51,13 +52,16 @@ class PolicyReplica:
             self.model.eval().requires_grad_(False)
         self._group = group
         self._rank = dist.get_rank(group)
+        self._targets = {**dict(self.model.named_parameters()), **_saved_buffers(self.model)}
         self._sources = {name: value for stage in stages for name, value in stage.named_own_parameters()}
-        self._targets = dict(self.model.named_parameters())
+        for stage in stages:
+            buffers = _saved_buffers(stage.policy)
+            self._sources |= {name: buffers[name] for name, _ in stage.named_own_buffers() if name in buffers}
         own = [_Piece(name, tuple(value.shape), not value.requires_grad) for name, value in self._sources.items()]
         by_rank: list[list[_Piece]] = [[] for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(by_rank, own, group)
         self._owners = [(piece, rank) for rank, pieces in enumerate(by_rank) for piece in pieces]
-        self._require_same_parameters()
+        self._require_same_tensors(shared)
         if not shared:
             self._send([(piece.name, rank) for piece, rank in self._owners])
 
@@ -84,19 +88,25 @@ class PolicyReplica:
         for work in works:
             work.wait()
 
-    def _require_same_parameters(self) -> None:
+    def _require_same_tensors(self, shared: bool) -> None:
         stages = {piece.name: piece.shape for piece, _ in self._owners}
         replica = {name: tuple(value.shape) for name, value in self._targets.items()}
-        # Buffers that checkpoints hold are weights too, and nobody sends them.
         every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        buffers = sorted(set(self.model.state_dict()) - every_name)
-        if stages != replica or buffers:
-            differing = sorted(name for name in {*stages, *replica} if stages.get(name) != replica.get(name)) + buffers
+        # Such as the scales of quantised weights: nobody sends them.
+        others = [] if shared else sorted(self.model.state_dict().keys() - every_name - self._targets.keys())
+        if stages != replica or others:
+            differing = sorted(name for name in {*stages, *replica} if stages.get(name) != replica.get(name)) + others
             raise ValueError(
                 f"A replica of {type(self.model).__name__} cannot be assembled: {len(differing)} tensors differ between "
                 f"the stages and the whole model, among them {', '.join(differing[:4])}. Pass as `whole` a policy of the "
-                "same class, config and adapters; policies with buffers among their weights are not supported."
+                "same class, config and adapters; quantised weights need stages that are views of it."
             )
+
+
+def _saved_buffers(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that checkpoints hold, such as what balances experts."""
+    saved = policy.state_dict().keys()
+    return {name: buffer for name, buffer in policy.named_buffers() if name in saved}
 
 
 def _like(policy: nn.Module) -> nn.Module:
