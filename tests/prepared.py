@@ -49,7 +49,8 @@ def run_prepared(script, *arguments, paths, timeout):
 @cache
 def _server():
     """One for each process that runs tests, started when it is first needed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    places = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
     # Unbuffered: what a buffer holds, `select` does not see.
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
     server = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)

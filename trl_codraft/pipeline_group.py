@@ -134,9 +134,7 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer", parts: PolicyParts | None
     )
     trainer.join_pipeline(groups.loss, pipelining)
     if args.pipeline_shard_optimizer and dist.get_world_size(groups.holders) == 1 and accelerator.is_main_process:
-        logger.warning(
-            "`pipeline_shard_optimizer=True` has no effect: with one pipeline, no two ranks hold the same stage."
-        )
+        logger.warning("`pipeline_shard_optimizer=True` has no effect: no two ranks hold the same stage.")
     if parts is not None and args.use_vllm:
         trainer.vllm_generation.push_parts(groups.pipeline if groups.saves else None)
 
@@ -365,6 +363,11 @@ def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:
         return "the load-balancing loss of experts needs all layers at once. Set `router_aux_loss_coef=0.0`."
     if args.use_vllm and args.vllm_mode == "colocate":
         return "vLLM in colocate mode is not supported. Set `vllm_mode='server'`, or `use_vllm=False`."
+    if args.use_vllm and getattr(policy, "quantization_method", None) is not None:
+        return (
+            "its weights are quantised, and a vLLM server would be sent packed bytes without their scales. Set "
+            "`use_vllm=False`, or load the policy in bf16."
+        )
     if not args.holds_whole_policy and not args.use_vllm and trainer.rollout_func is None:
         return (
             "`pipeline_replica=False` leaves no rank with a policy that could roll out. Generate with a vLLM server "

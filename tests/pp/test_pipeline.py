@@ -174,6 +174,17 @@ def test_the_cost_of_a_head_is_in_layers():
     assert head_cost_of(policy) == 104 * 32 / (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32)
 
 
+def test_the_cost_of_a_head_does_not_depend_on_how_weights_are_packed():
+    policy = tiny_policy("llama")
+    cost = head_cost_of(policy)
+    for module in policy.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            # Two values of four bits to a byte, as bitsandbytes has them.
+            packed = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert head_cost_of(policy) == cost
+
+
 def test_padding_keeps_rows_and_rounds_columns_up():
     batches = [*ragged_microbatches(CASES["1F1B, 2 ranks"], 0)[:2]]
     batches.append(Rows(torch.full((1, 5), 7), torch.ones(1, 5, dtype=torch.long), 4))

@@ -21,6 +21,13 @@ from trl_codraft.pp.view import plain_forward
 LAYERS = (1, 2, 1)
 
 
+def quantized_policy():
+    """As Transformers marks one."""
+    policy = tiny_policy()
+    policy.quantization_method = "bitsandbytes"
+    return policy
+
+
 def fake_trainer(
     policy=None,
     aux_loss=False,
@@ -63,6 +70,10 @@ def fake_trainer(
         ({"dynamo": "inductor"}, "torch_compile=False"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='server'"),
+        (
+            {"policy": quantized_policy(), "use_vllm": True, "holds_whole_policy": False},
+            "sent packed bytes without their scales",
+        ),
         ({"use_transformers_continuous_batching": True}, "continuous batching"),
         ({"holds_whole_policy": False}, "leaves no rank with a policy that could roll out"),
         (
@@ -105,6 +116,11 @@ def test_supported_runs_are_not_refused(policy):
     assert unsupported_in_stages(fake_trainer(policy, use_vllm=True, **in_parts)) is None
     in_parts = {"holds_whole_policy": False, "rollout_func": print}
     assert unsupported_in_stages(fake_trainer(policy, **in_parts)) is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"holds_whole_policy": False, "rollout_func": print}])
+def test_quantised_policies_that_no_server_is_sent_are_not_refused(settings):
+    assert unsupported_in_stages(fake_trainer(get_peft_model(quantized_policy(), LoraConfig()), **settings)) is None
 
 
 @pytest.mark.parametrize(

@@ -345,8 +345,11 @@ def balance_layers(
 
 def head_cost_of(policy: nn.Module) -> float:
     """Weights of the policy's head in units of those of a layer: about the ratio of their times."""
-    layer = sum(parameter.numel() for parameter in decoder_of(policy).layers[0].parameters())
-    return policy.get_output_embeddings().weight.numel() / layer
+    layer = decoder_of(policy).layers[0]
+    # Quantised matrices are packed into fewer values.
+    packed = {m.weight: m.in_features * m.out_features for m in layer.modules() if isinstance(m, nn.Linear)}
+    values = sum(packed.get(parameter, parameter.numel()) for parameter in layer.parameters())
+    return policy.get_output_embeddings().weight.numel() / values
 
 
 def sum_tied_gradients(weight: nn.Parameter, rank_of_first: int, rank_of_last: int, group: dist.ProcessGroup) -> None:
