@@ -25,7 +25,6 @@ SERVED = {
     "dtype": "float32",
     "use_vllm": True,
     "vllm_mode": "server",
-    "draft_vllm_server_sync": "static",
     "draft_pretrain_steps": 2,
     "draft_pretrain_learning_rate": 0.1,
     "max_completion_length": 6,
@@ -41,9 +40,11 @@ class FakeClient:
     """A server that answers each prompt with tokens drawn from the number of the call, and notes what is pushed to it."""
 
     pushes: list
+    drafts: list
 
     def __init__(self, **settings):
         self.base_url, self.session, self.calls = "", self, 0
+        self.receives = self.pushes
 
     def init_communicator(self, device):
         pass
@@ -58,7 +59,15 @@ class FakeClient:
         }
 
     def get(self, url):
-        return SimpleNamespace(ok=True, json=lambda: {"paths": {}}, text="", raise_for_status=lambda: None)
+        paths = {"paths": {"/start_draft_weight_update": {}}}
+        return SimpleNamespace(ok=True, json=lambda: paths, text="", raise_for_status=lambda: None)
+
+    def _post(self, url, json):
+        assert url == "/start_draft_weight_update"
+        self.receives = self.drafts
+
+    def _finish_weight_update(self):
+        self.receives = self.pushes
 
     def generate(self, prompts, n, max_tokens, **settings):
         numbers = torch.Generator().manual_seed(self.calls)
@@ -72,12 +81,12 @@ class FakeClient:
         pushed = [(name, tensor.clone()) for name, tensor in named_params]
         described = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in pushed]
         assert metadata == described
-        self.pushes.append(dict(pushed))
+        self.receives.append(dict(pushed))
 
 
 def run(case, out, world_size, size):
     """One training run, what the server was sent, and the policy as a user reads it from the run's folder."""
-    FakeClient.pushes = []
+    FakeClient.pushes, FakeClient.drafts = [], []
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(out / "run", ignore_errors=True)
     torch.distributed.barrier()
@@ -87,6 +96,7 @@ def run(case, out, world_size, size):
     trainer = build(case, out, world_size, size, rollout_func=None)
     trainer.train()
     best = weights_here(trainer)
+    trainer.vllm_generation.sync_weights()
     trainer.save_model()
     torch.distributed.barrier()
     folder = out / "run"
@@ -98,6 +108,7 @@ def run(case, out, world_size, size):
         "whole": trainer.args.holds_whole_policy,
         "best": trainer.state.best_model_checkpoint,
         "pushes": FakeClient.pushes,
+        "drafts": FakeClient.drafts,
         "files": {
             path.name: sorted(file.name for file in path.iterdir()) for path in (folder, *folder.glob("*-[0-9]"))
         },

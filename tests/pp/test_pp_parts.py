@@ -4,6 +4,7 @@ what the server is sent, and what lies in the folder. `test_pp_trainer.py` has t
 """
 
 import pytest
+import torch
 from group.comparison import assert_close, assert_same_training
 from group.forked_ranks import started_once
 from pp.test_pp_trainer import comparable, gradients_of_all_stages, weights_of
@@ -65,6 +66,25 @@ def test_the_server_is_sent_every_tensor_of_the_policy(runs, line, name, size):
     assert any("layers.0." in name for name in moved)
     assert any("layers.5." in name for name in moved)
     assert all(other[size]["pushes"] == [] for other in others)
+
+
+@pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)
+def test_the_server_is_sent_the_draft_with_every_policy(runs, line, name, size):
+    ranks = [rank[name] for rank in runs(line)]
+    drafts, plain = ranks[0][size]["drafts"], ranks[0]["1"]["drafts"]
+    assert len(drafts) == len(plain) == (0 if "no draft" in name else len(ranks[0][size]["pushes"]))
+    for ours, theirs in zip(drafts, plain, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert_close(ours[key], tensor, TOLERANCE, key)
+    assert all(rank[size]["drafts"] == [] for rank in ranks[1:])
+    if not drafts:
+        return
+    for key in drafts[0].keys() - {"d2t"}:
+        assert (drafts[-1][key] != drafts[0][key]).any(), key
+        # The last push is of the draft that the run ends with, which every rank has.
+        for rank in ranks:
+            assert torch.equal(drafts[-1][key], rank[size]["weights"][f"draft.{key}"]), key
 
 
 @pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)
