@@ -281,7 +281,9 @@ class GroupedLoss(KnownProgress):
             if self.loss_group is None:
                 raise
             self._failure = error
-        with attributes_set(self, rollout_func=_stand_in_rollouts):
+        # A server that failed is not asked again: TRL pushes weights to it for a rollout function too.
+        pushed = {"_last_loaded_step": self.state.global_step} if self.use_vllm else {}
+        with attributes_set(self, rollout_func=_stand_in_rollouts, **pushed):
             return super()._generate(prompts)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

@@ -132,10 +132,11 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         refuse_contradictions(args, draft_model)
         if args.use_draft:
             self._tag_names = [*self._tag_names, "codraft"]
-        own_generation = args.use_vllm and (args.use_draft or not args.holds_whole_policy)
+        served_group = args.pipeline_parallel_size * args.context_parallel_size > 1 and args.vllm_mode == "server"
+        own_generation = args.use_vllm and (args.use_draft or served_group)
         with (
             policies_in_parts(args, model, peft_config) as parts,
-            deferred_engine(own_generation),
+            deferred_engine(own_generation, args.ddp_timeout),
             not_sharded_by_accelerate(args),
         ):
             super().__init__(

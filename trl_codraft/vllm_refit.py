@@ -5,7 +5,8 @@ Needs neither vLLM nor TRL to be installed.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,29 +104,61 @@ def push_draft_to_server(client: "VLLMClient", tensors: list[tuple[str, torch.Te
     client._finish_weight_update()
 
 
+def server_answers(client: "VLLMClient") -> bool:
+    """Whether a server is there."""
+    # TRL's client needs it too, and only a run with a server.
+    import requests
+
+    try:
+        return requests.get(f"{client.base_url}/health", timeout=5).status_code == 200
+    except requests.exceptions.RequestException:
+        return False
+
+
+class ServerFailure(RuntimeError):
+    """What went wrong on one rank with a server, or with a push to it, raised on all ranks."""
+
+
+class RaisesWhenRead:
+    """In the place of a server's answer, for the ranks that it is handed on to: raises a [`ServerFailure`] on each of them."""
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def __iter__(self) -> Iterator:
+        raise ServerFailure(self.message)
+
+
 def run_while_alive(
     work: Callable[[], None],
     is_alive: Callable[[], bool],
     device: torch.device,
+    *,
+    doing: str,
     grace: float,
     interval: float,
+    timeout: float,
 ) -> None:
     """
-    Runs a transfer to a server and gives up when the server is gone. A broadcast to a dead peer never returns, so the
-    transfer runs in a thread of its own, which is left behind in that case.
+    Waits for a server as long as it lives. A broadcast to a dead peer never returns, so the work runs in a thread of its
+    own, which is left behind in that case.
 
     Args:
         work (`Callable`):
-            The transfer.
+            What takes the server.
         is_alive (`Callable`):
             Whether the server answers.
         device (`torch.device`):
-            Device of the transfer, made current in the thread.
+            Device of the work, made current in the thread.
+        doing (`str`):
+            What the server does, for messages: `"it generated"`.
         grace (`float`), interval (`float`):
             Seconds without an answer after which the server counts as dead, and seconds between questions.
+        timeout (`float`):
+            Seconds after which even a server that lives is given up.
 
     Raises:
-        RuntimeError: if the server died.
+        RuntimeError: if the server died, or did not come to an end.
     """
     errors: list[BaseException] = []
 
@@ -137,17 +170,22 @@ def run_while_alive(
         except BaseException as error:  # handed to the caller below
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="vllm-refit", daemon=True)
+    thread = threading.Thread(target=run, name="vllm-server", daemon=True)
     thread.start()
-    silent = 0.0
+    start, silent = time.monotonic(), 0.0
     while thread.is_alive():
         thread.join(interval)
         if thread.is_alive():
             silent = 0.0 if is_alive() else silent + interval
             if silent >= grace:
                 raise RuntimeError(
-                    f"The vLLM server has not answered for {silent:.0f} s while weights were sent to it, so it is "
-                    "taken for dead. Start it again, and the run from its last checkpoint."
+                    f"The vLLM server has not answered for {silent:.0f} s while {doing}, so it is taken for dead. Start it "
+                    "again, and the run from its last checkpoint."
+                )
+            if time.monotonic() - start >= timeout:
+                raise RuntimeError(
+                    f"The vLLM server was given {timeout:.0f} s while {doing}, which were not enough. Other ranks wait no "
+                    "longer either: if it is only slow, raise `ddp_timeout`."
                 )
     if errors:
         raise errors[0]

@@ -11,10 +11,10 @@ policy's bit for bit, as a fresh draft's does, and a refit of one would then ove
 engine is built from carries a head of zeros; the real weights arrive with the first refit, before the first rollout.
 """
 
-import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +26,19 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
+from .group import attributes_set
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .pp import WholeStream
 from .rollout.stats import SpeculativeStats
 from .vllm_counters import stats_from_metrics, stats_from_text
 from .vllm_refit import (
+    RaisesWhenRead,
+    ServerFailure,
     push_draft_to_server,
     refit_tensors,
     refuse_shared_weights,
     run_while_alive,
+    server_answers,
     write_engine_draft,
 )
 from .vllm_versions import unsupported_vllm_reason
@@ -86,11 +90,14 @@ def plain_vllm_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
 
 
 @contextmanager
-def deferred_engine(deferred: bool) -> Iterator[None]:
-    """Within it, `GRPOTrainer.__init__` makes a [`DraftVLLMGeneration`], whose engine starts later."""
+def deferred_engine(deferred: bool, timeout: float) -> Iterator[None]:
+    """
+    Within it, `GRPOTrainer.__init__` makes a [`DraftVLLMGeneration`], whose engine starts later. Ranks wait for each other
+    `timeout` seconds.
+    """
     original = grpo_trainer.VLLMGeneration
     if deferred:
-        grpo_trainer.VLLMGeneration = DraftVLLMGeneration
+        grpo_trainer.VLLMGeneration = partial(DraftVLLMGeneration, timeout=timeout)
     try:
         yield
     finally:
@@ -101,7 +108,7 @@ def deferred_engine(deferred: bool) -> Iterator[None]:
 def engine_arguments(**arguments: Any) -> Iterator[None]:
     """Within it, TRL's `LLM(...)` gets these arguments too."""
     original = vllm_generation.LLM
-    vllm_generation.LLM = functools.partial(original, **arguments)
+    vllm_generation.LLM = partial(original, **arguments)
     try:
         yield
     finally:
@@ -126,7 +133,9 @@ class DraftVLLMGeneration(VLLMGeneration):
         server_draft (`dict[str, Any]`):
             In server mode, `num_draft_tokens` (0: the server has no draft) and `can_update`.
         server_grace (`float`), health_interval (`float`):
-            Seconds without an answer after which a server counts as dead in a refit, and between questions.
+            Seconds without an answer after which a server counts as dead, and between questions.
+        server_patience (`float`):
+            Seconds after which a server that answers is given up: before other ranks do, so that they hear why.
     """
 
     server_grace = 60.0
@@ -140,6 +149,10 @@ class DraftVLLMGeneration(VLLMGeneration):
     _in_parts = False
     _pushing: dist.ProcessGroup | None = None
     _stream: WholeStream | None = None
+
+    def __init__(self, *args: Any, timeout: float, **kwargs: Any):
+        self.server_patience = 0.9 * timeout
+        super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
         if self.mode != "colocate":
@@ -198,7 +211,9 @@ class DraftVLLMGeneration(VLLMGeneration):
 
     def _describe_parts(self) -> None:
         """What TRL would iterate over the policy for: the tensors of a push, known before the first one is sent."""
-        if self._in_parts and self._weight_metadata is None:
+        if self._stream is not None:
+            self._stream.begin()
+        elif self._in_parts and self._weight_metadata is None:
             self._weight_metadata = []
             if self._pushing is not None:
                 own = super()._iter_named_params()
@@ -223,17 +238,11 @@ class DraftVLLMGeneration(VLLMGeneration):
         Pushes the policy and the draft.
 
         Raises:
-            RuntimeError: if the server dies meanwhile.
+            ServerFailure: on all ranks, if the server does not take them.
         """
         self._describe_parts()
-        if self.mode == "server" and self.accelerator.is_main_process:
-            run_while_alive(
-                self._sync_server,
-                self._server_is_alive,
-                self.accelerator.device,
-                self.server_grace,
-                self.health_interval,
-            )
+        if self.mode == "server":
+            self._sync_with_server()
             return
         super().sync_weights()
         if self._draft is not None and self.mode == "colocate":
@@ -308,21 +317,63 @@ class DraftVLLMGeneration(VLLMGeneration):
             "can_update": response.ok and "/start_draft_weight_update" in response.json()["paths"],
         }
 
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """
+        TRL's.
+
+        Raises:
+            ServerFailure: on all ranks, if the server does not generate.
+        """
+        if self.mode != "server" or not self.accelerator.is_main_process:
+            return super().generate(*args, **kwargs)
+        ask, answers = self.vllm_client.generate, []
+
+        def ask_in_time(**request: Any) -> dict[str, Any]:
+            try:
+                # A connection that breaks is an error by itself.
+                self._wait(lambda: answers.append(ask(**request)), lambda: True, "it generated")
+            except Exception as error:  # of the server, the network, the client: any
+                failed = RaisesWhenRead(f"The vLLM server did not generate. {type(error).__name__}: {error}")
+                answers.append({"prompt_ids": failed, "completion_ids": failed, "logprobs": None})
+            return answers[0]
+
+        with attributes_set(self.vllm_client, generate=ask_in_time):
+            return super().generate(*args, **kwargs)
+
+    def _sync_with_server(self) -> None:
+        """On all ranks, which hear of a failure of one of them."""
+        failure = None
+        try:
+            if self.accelerator.is_main_process:
+                self._wait(self._sync_server, partial(server_answers, self.vllm_client), "weights were sent to it")
+            else:
+                super().sync_weights()
+        except Exception as error:  # of the server, the network, the client, the policy's layers: any
+            failure = error
+            if self._stream is not None:
+                self._stream.give_up()
+        texts = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            raise ServerFailure(f"Weights were not pushed because of {'; '.join(failed)}") from failure
+
+    def _wait(self, work: Callable[[], None], is_alive: Callable[[], bool], doing: str) -> None:
+        run_while_alive(
+            work,
+            is_alive,
+            self.accelerator.device,
+            doing=doing,
+            grace=self.server_grace,
+            interval=self.health_interval,
+            timeout=self.server_patience,
+        )
+
     def _sync_server(self) -> None:
         # The draft first: should the server have made its head one with the policy's, the policy's push repairs the
         # policy, and only acceptance suffers.
         if self._draft is not None and self._pushes_draft:
             push_draft_to_server(self.vllm_client, refit_tensors(self._draft, self._policy_dtype()))
         super().sync_weights()
-
-    def _server_is_alive(self) -> bool:
-        # TRL's client needs it too, and only a run with a server.
-        import requests
-
-        try:
-            return requests.get(f"{self.vllm_client.base_url}/health", timeout=5).status_code == 200
-        except requests.exceptions.RequestException:
-            return False
 
     # Counters
 

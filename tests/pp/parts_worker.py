@@ -125,10 +125,15 @@ def run(case, out, world_size, size):
     return seen
 
 
-def run_cases(rank, world_size, out, sizes, names):
-    vllm_generation.VLLMClient = FakeClient
+def serve_with(client):
+    """Makes the trainers of this process talk to a client of this class."""
+    vllm_generation.VLLMClient = client
     vllm_generation.is_vllm_available = lambda: True
     vllm_rollouts.CPU_SAMPLES_WRONGLY = False
+
+
+def run_cases(rank, world_size, out, sizes, names):
+    serve_with(FakeClient)
     # Pretraining too without full steps of rounding.
     torch.optim.AdamW = lambda groups, lr, betas: torch.optim.SGD(groups, lr=lr)
     return {

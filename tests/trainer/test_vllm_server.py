@@ -22,6 +22,7 @@ from trl_codraft.vllm_rollouts import DraftVLLMGeneration
 
 
 CAN_UPDATE = {"paths": ["/start_draft_weight_update"]}
+PATIENCE = {"doing": "it slept", "grace": 0.1, "interval": 0.05, "timeout": 30.0}
 
 
 @pytest.fixture
@@ -151,11 +152,20 @@ def test_server_killed_in_a_refit_gives_an_error_soon(tmp_path, serve, transfer,
     assert time.monotonic() - start < 30
 
 
+def test_server_that_answers_but_never_takes_the_weights_is_given_up(tmp_path, serve, transfer):
+    _, address = serve(**CAN_UPDATE)
+    generation = server_trainer(tmp_path, address, ddp_timeout=10).vllm_generation
+    assert generation.server_patience == 9.0
+    generation.server_patience, generation.health_interval, transfer.forever = 0.5, 0.1, True
+    with pytest.raises(RuntimeError, match="was given 0 s while weights were sent to it.*`ddp_timeout`"):
+        generation.sync_weights()
+
+
 def test_slow_refit_of_a_living_server_is_waited_for(transfer):
     import torch
 
     done = []
-    run_while_alive(lambda: done.append(time.sleep(0.5)), lambda: True, torch.device("cpu"), 0.1, 0.05)
+    run_while_alive(lambda: done.append(time.sleep(0.5)), lambda: True, torch.device("cpu"), **PATIENCE)
     assert done == [None]
 
 

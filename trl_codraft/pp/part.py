@@ -133,16 +133,23 @@ class WholeStream:
         for theirs in everyone:
             self._of_rank.append([info for info in theirs if info.name not in seen])
             seen |= {info.name for info in theirs}
+        self.begin()
 
     @property
     def tensors(self) -> list[TensorInfo]:
         return [info for infos in self._of_rank for info in infos]
 
+    def begin(self) -> None:
+        """Before every pass over the tensors."""
+        # What this rank still has to send, or to take.
+        ranks = range(1, len(self._of_rank)) if self.rank == 0 else [self.rank]
+        self._left = iter([(rank, info) for rank in ranks for info in self._of_rank[rank]])
+
     @torch.no_grad()
     def stream(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """
         Sends this rank's tensors, or on the first rank yields its own and then those of the others as they come, each in
-        memory of its own. Every rank of the group has to iterate to the end.
+        memory of its own. Every rank of the group has to iterate to the end, or to call [`~WholeStream.give_up`].
         """
         due = {info.name for info in self._of_rank[self.rank]}
         for name, tensor in own:
@@ -152,9 +159,20 @@ class WholeStream:
                 yield name, tensor
             else:
                 dist.send(tensor.contiguous(), group=self.group, group_dst=0)
-        if self.rank == 0:
-            for rank, infos in enumerate(self._of_rank[1:], start=1):
-                for info in infos:
-                    tensor = torch.empty(info.shape, dtype=info.dtype, device=self.device)
-                    dist.recv(tensor, group=self.group, group_src=rank)
-                    yield info.name, tensor
+                next(self._left)
+        for rank, info in self._left:
+            yield info.name, self._receive(rank, info)
+
+    def give_up(self) -> None:
+        """Ends a pass that failed on this rank, so that no other waits: it takes and drops the rest, or sends zeros."""
+        for rank, info in self._left:
+            if self.rank == 0:
+                self._receive(rank, info)
+            else:
+                zeros = torch.zeros(info.shape, dtype=info.dtype, device=self.device)
+                dist.send(zeros, group=self.group, group_dst=0)
+
+    def _receive(self, rank: int, info: TensorInfo) -> torch.Tensor:
+        tensor = torch.empty(info.shape, dtype=info.dtype, device=self.device)
+        dist.recv(tensor, group=self.group, group_src=rank)
+        return tensor

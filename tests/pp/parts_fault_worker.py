@@ -1,0 +1,110 @@
+"""
+Ranks of `test_pp_parts_faults.py`: `python parts_fault_worker.py OUT FAULT...` lets something fail on one of two ranks that have
+parts of a policy, fault after fault, and saves how all of them ended.
+"""
+
+import sys
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from forked_ranks import start_ranks
+from pp.parts_worker import SERVED, FakeClient, serve_with
+from pp.trainer_fault_worker import strike
+from pp.trainer_worker import build, save_policies
+from replay import token_reward
+
+from trl_codraft import vllm_rollouts
+from trl_codraft.vllm_rollouts import DraftVLLMGeneration
+
+
+TIMEOUT = 10
+# A run in which every rank has the whole policy, and nothing of ours generates.
+WHOLE = "raised in generate, no draft"
+CASE = {**SERVED, "max_steps": 3, "ddp_timeout": TIMEOUT, "steps_per_generation": 1, "draft_pretrain_steps": 0}
+# Of 57 tensors, the first rank has the first 28.
+TAKEN = {"raised before a push": 0, "raised late in a push": 40, "silent in a push": 40}
+
+
+class FaultyClient(FakeClient):
+    """A server that fails from the second step on."""
+
+    fault: str
+    out: Path
+    trainer = None
+
+    @classmethod
+    def fails(cls):
+        return cls.trainer is not None and cls.trainer.state.global_step >= 1
+
+    def generate(self, prompts, n, max_tokens, **settings):
+        if "raised in generate" in self.fault and self.fails():
+            strike(self.out, self.fault)
+        return super().generate(prompts, n, max_tokens, **settings)
+
+    def update_named_params(self, metadata, named_params):
+        if self.receives is self.pushes and self.fault in TAKEN and self.fails():
+            assert len(list(islice(named_params, TAKEN[self.fault]))) == TAKEN[self.fault]
+            if self.fault.startswith("silent"):
+                (self.out / "struck").write_text(str(time.time()))
+                threading.Event().wait()
+            strike(self.out, self.fault)
+        super().update_named_params(metadata, named_params)
+
+
+def train(rank, world_size, out, fault):
+    serve_with(FaultyClient)
+    FaultyClient.fault, FaultyClient.out, FaultyClient.pushes, FaultyClient.drafts = fault, out, [], []
+    # It answers all the same.
+    vllm_rollouts.server_answers, DraftVLLMGeneration.health_interval = lambda client: True, 0.2
+
+    send = dist.send
+
+    def faulty_send(tensor, **settings):
+        if rank == 1 and fault == "raised in a layer that is pushed" and FaultyClient.fails() and next(sent) == 7:
+            strike(out, fault)
+        send(tensor, **settings)
+
+    sent = iter(range(10**6))
+    dist.send = faulty_send
+
+    def reward(completion_ids, trainer_state, **kwargs):
+        if rank == 1 and fault == "raised in a reward" and trainer_state.global_step >= 1:
+            strike(out, fault)
+        return token_reward(completion_ids)
+
+    case, size = CASE, "2p"
+    if fault == WHOLE:
+        case = {name: value for name, value in CASE.items() if "draft" not in name} | {"use_draft": False}
+        case, size = {**case, "speculates": True}, "2"
+    trainer = build(case, out, world_size, size, rollout_func=None, reward_funcs=reward)
+    FaultyClient.trainer = trainer
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        (out / f"message{rank}").write_text(str(error))
+        raise
+
+
+def see(out, fault):
+    """Exit codes, seconds from the fault to the end of the last rank, and what the ranks said."""
+    files = [out / name for name in ("struck", "message0", "message1")]
+    for file in files:
+        file.unlink(missing_ok=True)
+    ranks = start_ranks(train, 2, out, out, fault, timeout=TIMEOUT)
+    for process in ranks:
+        process.join(120)
+    ended = time.time()
+    for process in ranks:
+        process.kill()
+    struck, *messages = (file.read_text() if file.exists() else "" for file in files)
+    return [process.exitcode for process in ranks], ended - float(struck), messages
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    save_policies(folder)
+    torch.save({fault: see(folder, fault) for fault in sys.argv[2:]}, folder / "rank0.pt")

@@ -1,0 +1,36 @@
+"""What fails on one rank that has a part of the policy ends all ranks soon, and all of them say what it was."""
+
+import pytest
+from group.forked_ranks import run_script
+
+
+# Of a rank that waits for another, in seconds.
+TIMEOUT = 10
+RAISED = "ValueError: this rank gives up"
+PUSH = "ServerFailure: Weights were not pushed because of"
+FAULTS = {
+    "raised before a push": f"{PUSH} rank 0: {RAISED}",
+    "raised late in a push": f"{PUSH} rank 0: {RAISED}",
+    "raised in a layer that is pushed": f"{PUSH} rank 1: {RAISED}",
+    "silent in a push": f"{PUSH} rank 0: RuntimeError: The vLLM server was given 9 s while weights were sent to it",
+    "raised in generate": f"rank 0: ServerFailure: The vLLM server did not generate. {RAISED}",
+    "raised in generate, no draft": f"rank 0: ServerFailure: The vLLM server did not generate. {RAISED}",
+    "raised in a reward": f"rank 1: {RAISED}",
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    (outcomes,) = run_script(
+        "parts_fault_worker.py", tmp_path_factory.mktemp("faults"), *FAULTS, timeout=280, folder="pp"
+    )
+    return outcomes
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_end_with_the_cause_within_the_timeout(seen, fault):
+    exit_codes, seconds, messages = seen[fault]
+    assert exit_codes == [1, 1]
+    assert seconds <= TIMEOUT
+    for message in messages:
+        assert FAULTS[fault] in message
