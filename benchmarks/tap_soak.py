@@ -62,7 +62,7 @@ def soak(rank, transport, pipeline, steps, folder):
     """What one rank does."""
     num_ranks, num_stages, schedule, num_microbatches = pipeline
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), num_ranks)
+    store = dist.FileStore(str(folder / "store"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     group = dist.new_group(list(range(num_ranks)), backend="gloo", timeout=timedelta(seconds=60))
     plan = pipeline_plan(*pipeline)
@@ -90,7 +90,7 @@ def soak(rank, transport, pipeline, steps, folder):
     grown, files = resident_bytes() - settled[0], open_files() - settled[1]
     if grown > GROWTH_BYTES or files > 0:
         raise AssertionError(f"rank {rank} grew by {grown / 2**20:.1f} MiB and {files} open files")
-    torch.save((grown, channel.bytes_sent), os.path.join(folder, f"{rank}.pt"))
+    torch.save((grown, channel.bytes_sent), folder / f"{rank}.pt")
     channel.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -107,27 +107,37 @@ def open_files():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of every pipeline and transport")
-    parser.add_argument("--pipelines", type=int, default=len(PIPELINES), help="how many of the pipelines to run")
     args = parser.parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {args.steps} steps each")
+    for pipeline in PIPELINES:
+        with tempfile.TemporaryDirectory() as folder:
+            run_transports(pipeline, args.steps, Path(folder))
+
+
+def run_transports(pipeline, steps, folder):
+    """Soaks a pipeline over all transports side by side."""
+    start, running = time.perf_counter(), {}
     for transport in TRANSPORTS:
-        for pipeline in PIPELINES[: args.pipelines]:
-            start = time.perf_counter()
-            with tempfile.TemporaryDirectory() as folder:
-                mp.start_processes(
-                    soak,
-                    (transport, pipeline, args.steps, folder),
-                    nprocs=pipeline[0],
-                    start_method="fork",
-                )
-                results = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(pipeline[0])]
-            grown, sent = max(result[0] for result in results), sum(result[1] for result in results)
-            print(
-                f"{transport:14} {pipeline[0]} ranks, {pipeline[1]} stages, {pipeline[2]}: every tap right, "
-                f"{sent / 2**20:.1f} MiB sent, resident memory {grown / 2**20:+.1f} MiB, "
-                f"{time.perf_counter() - start:.0f} s",
-                flush=True,
-            )
+        (folder / transport).mkdir()
+        running[transport] = mp.start_processes(
+            soak,
+            (transport, pipeline, steps, folder / transport),
+            nprocs=pipeline[0],
+            join=False,
+            daemon=True,
+            start_method="fork",
+        )
+    for transport, processes in running.items():
+        while not processes.join():
+            pass
+        results = [torch.load(folder / transport / f"{rank}.pt") for rank in range(pipeline[0])]
+        grown, sent = max(result[0] for result in results), sum(result[1] for result in results)
+        print(
+            f"{transport:14} {pipeline[0]} ranks, {pipeline[1]} stages, {pipeline[2]}: every tap right, "
+            f"{sent / 2**20:.1f} MiB sent, resident memory {grown / 2**20:+.1f} MiB, "
+            f"{time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
