@@ -16,6 +16,8 @@ CASES = {
     "gpipe": {"pipeline_schedule": "GPipe", **OLD_LOG_PROBS},
     "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
     "tied": {"model_type": "tied"},
+    # The embedding becomes fp32 with the head; what it puts out stays bf16.
+    "tied fp32 head": {"model_type": "tied", "dtype": "bfloat16", "cast_lm_head_to_fp32": True},
     # Experts that a buffer balances.
     "balanced experts": {"model_type": "glm4_moe", "dtype": "float32"},
     # The first stage has nothing to train.
@@ -45,6 +47,7 @@ TOLERANCES = {
     "experts": (1e-5, 1e-6),
     "balanced experts": (1e-5, 1e-6),
     "bf16": (3e-2, 1e-2),
+    "tied fp32 head": (3e-2, 1e-2),
 }
 
 # Runs on the rollouts of a server.
@@ -53,6 +56,7 @@ SERVED_CASES = {
     "full": {"cast_lm_head_to_fp32": True},
     "interleaved": {"pipeline_schedule": "Interleaved1F1B", "layers_per_stage": [1, 2, 2, 1]},
     "tied, no draft": {"model_type": "tied", "use_draft": False},
+    "tied fp32 head": {"model_type": "tied", "dtype": "bfloat16", "cast_lm_head_to_fp32": True},
     "lora": {"lora": {"modules_to_save": ["lm_head"]}},
     # The draft is pretrained and then stays as it is.
     "experts": {"model_type": "mixtral", "router_aux_loss_coef": 0.0, "draft_train": False},
