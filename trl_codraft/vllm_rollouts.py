@@ -11,6 +11,7 @@ policy's bit for bit, as a fresh draft's does, and a refit of one would then ove
 engine is built from carries a head of zeros; the real weights arrive with the first refit, before the first rollout.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,7 +136,8 @@ class DraftVLLMGeneration(VLLMGeneration):
         server_grace (`float`), health_interval (`float`):
             Seconds without an answer after which a server counts as dead, and between questions.
         server_patience (`float`):
-            Seconds after which a server that answers is given up: before other ranks do, so that they hear why.
+            Seconds after which a server that answers is given up: before other ranks do, so that they hear why. Never if
+            there are none.
     """
 
     server_grace = 60.0
@@ -151,8 +153,8 @@ class DraftVLLMGeneration(VLLMGeneration):
     _stream: WholeStream | None = None
 
     def __init__(self, *args: Any, timeout: float, **kwargs: Any):
-        self.server_patience = 0.9 * timeout
         super().__init__(*args, **kwargs)
+        self.server_patience = 0.9 * timeout if self.accelerator.num_processes > 1 else math.inf
 
     def _init_vllm(self) -> None:
         if self.mode != "colocate":

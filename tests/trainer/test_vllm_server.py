@@ -1,6 +1,7 @@
 """Draft refits of a (fake) vLLM server over HTTP, with TRL's own client."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -155,7 +156,7 @@ def test_server_killed_in_a_refit_gives_an_error_soon(tmp_path, serve, transfer,
 def test_server_that_answers_but_never_takes_the_weights_is_given_up(tmp_path, serve, transfer):
     _, address = serve(**CAN_UPDATE)
     generation = server_trainer(tmp_path, address, ddp_timeout=10).vllm_generation
-    assert generation.server_patience == 9.0
+    assert generation.server_patience == math.inf  # nobody else waits
     generation.server_patience, generation.health_interval, transfer.forever = 0.5, 0.1, True
     with pytest.raises(RuntimeError, match="was given 0 s while weights were sent to it.*`ddp_timeout`"):
         generation.sync_weights()
