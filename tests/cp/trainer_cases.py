@@ -72,11 +72,10 @@ LOCKSTEP = "rollout/policy_forwards"
 # With a policy that FSDP2 shards.
 SHARDED_CASES = ["dapo", "checkpointed experts", "checkpointed lora"]
 
-# As for groups without sharded attention; transformers' experts have no fp64 kernel.
-TOLERANCE = (1e-5, 2e-7)
+# As for groups without sharded attention; the kernels of transformers' experts do not take fp64.
+TOLERANCE = (1e-5, 1e-7)
 TOLERANCES = {
-    "experts": (1e-5, 5e-7),
-    "checkpointed experts": (1e-5, 5e-7),
-    "speculative": (1e-5, 1e-6),
+    "checkpointed experts": (1e-5, 2e-6),
+    "speculative": (1e-5, 3e-6),
     "bf16": (3e-2, 2e-2),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from float64_loss import keep_float64_in_trl
 from forked_ranks import fork_ranks
 from grpo_runs import PROMPTS, settings
 from peft import LoraConfig
@@ -31,6 +32,7 @@ def prepare(case, out, world_size, **overrides):
     evaluate = config.pop("evaluate", False)
     model_type = config.pop("model_type", "llama")
     dtype = getattr(torch, config.pop("dtype", "float64"))
+    keep_float64_in_trl(dtype)
     lora = config.pop("lora", False)
     prompts = (config.pop("prompts", PROMPTS) * 24)[: config.pop("prompts_per_rank", 12) * world_size]
     arguments = {
@@ -42,6 +44,8 @@ def prepare(case, out, world_size, **overrides):
         "peft_config": LoraConfig(r=2, init_lora_weights=False, **({} if lora is True else lora)) if lora else None,
         **overrides,
     }
+    if dtype == torch.float64 and hasattr(arguments["model"].config, "num_experts_per_tok"):
+        arguments["model"].set_experts_implementation("eager")  # the grouped kernels do not take fp64
     if evaluate:
         # One prompt more than fills the batches of all ranks.
         arguments["eval_dataset"] = Dataset.from_dict({"prompt": PROMPTS[: 2 * world_size + 1]})
