@@ -2,6 +2,7 @@
 
 import pytest
 import torch.distributed as dist
+from trl import GRPOTrainer
 
 from trl_codraft.progress import NAMED_RANKS, STAGES, KnownProgress, ProgressBoard
 
@@ -58,6 +59,25 @@ def test_a_store_that_is_gone_does_not_hide_the_error():
     board = boards(1)[0]
     board.store = Gone()
     assert "their store is gone (Connection refused)" in board.explanation()
+
+
+def test_a_second_run_of_a_process_starts_anew(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    ProgressBoard(store, 1, 2).note(80, "loss")
+    other = ProgressBoard(store, 0, 2)
+    other.note(0, "rewards")
+
+    def train(trainer):
+        assert "least far: rank 1: 'nothing yet' of micro-step 0" in other.explanation()
+
+    monkeypatch.setattr(GRPOTrainer, "train", train)
+    trainer = KnownProgress.__new__(KnownProgress)
+    trainer._step = 0
+    trainer.train()
 
 
 @pytest.mark.parametrize("text", ["Timed out waiting 10000ms for recv", "a tensor of the user"])
