@@ -6,9 +6,11 @@ weights, on replayed rollouts.
 
 import pytest
 import torch
-from cp.trainer_cases import CASES, DEFAULT_CASES, LOCKSTEP, SHARDED_CASES, TOLERANCE, TOLERANCES
+from cp.trainer_cases import CASES, DEFAULT_CASES, DRAFT_PASSES, LOCKSTEP, SHARDED_CASES, TOLERANCE, TOLERANCES
 from group.comparison import assert_close, assert_same_training
 from group.forked_ranks import started_once
+
+from trl_codraft.modeling.losses import PASS_COUNTERS, SCALAR_COUNTERS
 
 
 # World size, ranks per microbatch, cases, seconds. Each line is one start of processes.
@@ -30,10 +32,22 @@ def runs(tmp_path_factory):
 
 def assert_top1_within_a_token(ours, plain):
     """Under bf16 a draft may guess one token more or less of the 37 or more of a step; compared here alone."""
-    for entry, expected in zip(ours, plain, strict=True):
+    for entry, expected in zip(ours["logs"], plain["logs"], strict=True):
         for key in [key for key in expected if key.startswith("draft/top1")]:
             assert abs(entry[key] - expected[key]) <= 1 / 36, key
             entry[key] = expected[key]
+    for mine, theirs in zip(ours["draft gradients"], plain["draft gradients"], strict=True):
+        counted, expected = top1_counters(mine), top1_counters(theirs)
+        assert ((counted - expected).abs() <= 1).all()
+        counted.copy_(expected)
+
+
+def top1_counters(flat):
+    """Those of each pass, in what a draft sums over ranks: its gradients, then its counters."""
+    passes = DRAFT_PASSES
+    counters = flat[-len(PASS_COUNTERS) * passes - len(SCALAR_COUNTERS) :]
+    start = PASS_COUNTERS.index("top1") * passes
+    return counters[start : start + passes]
 
 
 PARAMETERS = [
@@ -59,7 +73,7 @@ def test_context_parallelism_changes_no_loss_gradient_metric_or_weight(runs, lin
     for rank in runs(line):
         ours, plain = rank[name][size], rank[name]["1"]
         if name == "bf16":
-            assert_top1_within_a_token(ours["logs"], plain["logs"])
+            assert_top1_within_a_token(ours, plain)
         if size.endswith("s"):
             # FSDP2 reduces gradients without DDP's hook.
             assert ours["reductions"] is None

@@ -66,6 +66,8 @@ DEFAULT_CASES = [
     "checkpointed lora",
 ]
 
+DRAFT_PASSES = 3
+
 # Ranks of a sharded policy run as many forwards as the one whose rollouts take longest.
 LOCKSTEP = "rollout/policy_forwards"
 

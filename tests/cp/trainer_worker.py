@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from cp.trainer_cases import CASES
+from cp.trainer_cases import CASES, DRAFT_PASSES
 from forked_ranks import fork_ranks
 from fsdp2_on_cpu import fsdp2_on_cpu, whole
 from replay import Observed
@@ -20,7 +20,12 @@ from transformers.utils import logging
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
 
 
-DRAFT = {"draft_ttt_steps": 3, "draft_learning_rate": 0.1, "draft_warmup_steps": 0, "draft_max_grad_norm": 100.0}
+DRAFT = {
+    "draft_ttt_steps": DRAFT_PASSES,
+    "draft_learning_rate": 0.1,
+    "draft_warmup_steps": 0,
+    "draft_max_grad_norm": 100.0,
+}
 
 POLICIES = {
     "llama": {},
