@@ -19,7 +19,7 @@ CASES = {
     # The embedding becomes fp32 with the head; what it puts out stays bf16.
     "tied fp32 head": {"model_type": "tied", "dtype": "bfloat16", "cast_lm_head_to_fp32": True},
     # Experts that a buffer balances.
-    "balanced experts": {"model_type": "glm4_moe", "dtype": "float32"},
+    "balanced experts": {"model_type": "glm4_moe"},
     # The first stage has nothing to train.
     "frozen layers": {"frozen_layers": 4},
     # As under DDP, the weights of the first rank count.
