@@ -99,16 +99,29 @@ def rollouts(policy, tokenizer, count: int) -> list[tuple[list[int], list[int]]]
     return pairs
 
 
-def train_draft(policy, tokenizer, num_rollouts: int, num_updates: int, vocab_size: int):
+def cached_rollouts(policy, tokenizer, count: int) -> tuple[list[tuple[list[int], list[int]]], float]:
+    """`rollouts`, kept in the cache folder, and the processor seconds that they took when they were made."""
+    path = cache_dir() / f"rollout-completions-{count}.json"
+    if not path.is_file():
+        torch.manual_seed(0)
+        began = time.process_time()
+        pairs = rollouts(policy, tokenizer, count)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"seconds": time.process_time() - began, "pairs": pairs}))
+        partial.rename(path)
+    kept = json.loads(path.read_text())
+    return [tuple(pair) for pair in kept["pairs"]], kept["seconds"]
+
+
+def train_draft(policy, tokenizer, num_rollouts: int, num_updates: int, vocab_size: int, num_passes: int):
     """A draft trained from scratch, and what it cost."""
+    pairs, rollout_seconds = cached_rollouts(policy, tokenizer, num_rollouts)
     torch.manual_seed(0)
-    began = time.process_time()
-    pairs = rollouts(policy, tokenizer, num_rollouts)
     rolled_out = time.process_time()
     config = Eagle3DraftConfig.from_policy(policy.config, draft_vocab_size=vocab_size)
     draft, head, recorder = Eagle3DraftModel(config), PolicyHead(policy), TapRecorder(policy, config.tap_layers)
     groups = [pairs[i : i + UPDATE_ROWS] for i in range(0, len(pairs), UPDATE_ROWS)]
-    batches = [packed(policy, recorder, group) for group in groups]
+    batches = [packed(policy, recorder, group, num_passes) for group in groups]
     recorder.close()
     recorded = time.process_time()
 
@@ -118,7 +131,7 @@ def train_draft(policy, tokenizer, num_rollouts: int, num_updates: int, vocab_si
     num_taps = len(config.tap_layers)
     scales = (tap_log_scales(batches[0].taps, num_taps) / len(batches[0].taps)).exp()
     draft.initialize_from_policy(head, tap_scales=scales)
-    settings = DraftTrainingArguments(num_passes=NUM_PASSES, learning_rate=1e-3, lr_scheduler_type="cosine")
+    settings = DraftTrainingArguments(num_passes=num_passes, learning_rate=1e-3, lr_scheduler_type="cosine")
     trainer = DraftTrainer(draft, head, settings, num_training_steps=num_updates)
     order = random.Random(1)
     for update in range(num_updates):
@@ -135,9 +148,10 @@ def train_draft(policy, tokenizer, num_rollouts: int, num_updates: int, vocab_si
         "prompt_tokens": sum(len(prompt) for prompt, _ in pairs),
         "updates": num_updates,
         "rows_per_update": UPDATE_ROWS,
+        "ttt_passes": num_passes,
         "draft_vocab_size": vocab_size,
         "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
-        "cpu_seconds_rollouts": round(rolled_out - began),
+        "cpu_seconds_rollouts": round(rollout_seconds),
         "cpu_seconds_hidden_states": round(recorded - rolled_out),
         "cpu_seconds_training": round(time.process_time() - recorded),
         "threads": torch.get_num_threads(),
@@ -160,6 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rollouts", type=int, default=448)
     parser.add_argument("--updates", type=int, default=480)
     parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--passes", type=int, default=NUM_PASSES)
     parser.add_argument("--output", default=str(cache_dir() / "rollout-draft"))
     args = parser.parse_args(arguments)
     target = Path(args.output)
@@ -168,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     policy, tokenizer = load_policy()
-    draft, budget = train_draft(policy, tokenizer, args.rollouts, args.updates, args.vocab)
+    draft, budget = train_draft(policy, tokenizer, args.rollouts, args.updates, args.vocab, args.passes)
     partial = target.with_name(target.name + ".partial")  # a killed run must not look finished
     export_draft(draft, policy, partial)
     (partial / "budget.json").write_text(json.dumps(budget, indent=1))
