@@ -87,7 +87,9 @@ def test_a_pipeline_changes_no_loss_gradient_metric_or_weight(runs, line, name, 
         assert_same_training(ours, comparable(plain, plain["gradients"], plain["weights"]), tolerance)
         mine, expected = (rank[name][s].get("draft gradients", []) for s in (size, "1"))
         for step, (a, b) in enumerate(zip(mine, expected, strict=True)):
-            assert_close(a, b, tolerance, f"gradients and counters of the draft at step {step}")
+            # The draft is in float32, and what its steps of SGD differ by adds up.
+            draft_tolerance = (tolerance[0], max(tolerance[1], 5e-7))
+            assert_close(a, b, draft_tolerance, f"gradients and counters of the draft at step {step}")
 
 
 def test_parts_of_a_policy_are_no_more_than_its_stages(runs):
