@@ -25,7 +25,9 @@ CASES = {"nf4": NF4, "nf4 twice": {**NF4, "bnb_4bit_use_double_quant": True}, "i
 
 
 def build(quantization, out, size):
-    arguments, config = prepare({"lora": True}, out, 2, quantization_config=BitsAndBytesConfig(**quantization))
+    arguments, config = prepare(
+        {"lora": True, "dtype": "float32"}, out, 2, quantization_config=BitsAndBytesConfig(**quantization)
+    )
     shape = Eagle3DraftConfig.from_policy(arguments["model"].config, tap_layers=TAPS)
     arguments |= {"model": str(out / "llama"), "draft_model": Eagle3DraftModel(shape)}
     config |= {**DRAFT, "model_init_kwargs": {"dtype": "float32"}}
