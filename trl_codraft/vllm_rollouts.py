@@ -13,6 +13,7 @@ engine is built from carries a head of zeros; the real weights arrive with the f
 
 import math
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -151,6 +152,7 @@ class DraftVLLMGeneration(VLLMGeneration):
     _in_parts = False
     _pushing: dist.ProcessGroup | None = None
     _stream: WholeStream | None = None
+    _pass: Iterator[tuple[str, torch.Tensor]] | None = None  # the last one over the policy
 
     def __init__(self, *args: Any, timeout: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -204,12 +206,11 @@ class DraftVLLMGeneration(VLLMGeneration):
         self._in_parts, self._pushing = True, group
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if not self._in_parts:
-            yield from super()._iter_named_params()
-        elif self._stream is not None:
-            yield from self._stream.stream(super()._iter_named_params())
-        else:
+        if self._in_parts and self._stream is None:
             self._merge_and_unmerge()
+            return iter(())
+        self._pass = super()._iter_named_params()
+        return self._pass if self._stream is None else self._stream.stream(self._pass)
 
     def _describe_parts(self) -> None:
         """What TRL would iterate over the policy for: the tensors of a push, known before the first one is sent."""
@@ -232,8 +233,7 @@ class DraftVLLMGeneration(VLLMGeneration):
         What iterating over the policy does to weights that have adapters, which is to round them: without it, they would
         drift apart between the pipeline that pushes and ranks of others that hold the same stages.
         """
-        for _ in super()._iter_named_params():
-            pass
+        deque(super()._iter_named_params(), maxlen=0)
 
     def sync_weights(self) -> None:
         """
@@ -344,7 +344,7 @@ class DraftVLLMGeneration(VLLMGeneration):
 
     def _sync_with_server(self) -> None:
         """On all ranks, which hear of a failure of one of them."""
-        failure = None
+        failure = self._pass = None
         try:
             if self.accelerator.is_main_process:
                 self._wait(self._sync_server, partial(server_answers, self.vllm_client), "weights were sent to it")
@@ -352,12 +352,20 @@ class DraftVLLMGeneration(VLLMGeneration):
                 super().sync_weights()
         except Exception as error:  # of the server, the network, the client, the policy's layers: any
             failure = error
-            if self._stream is not None:
-                self._stream.give_up()
+            self._finish_passes()
         texts = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         if failed:
             raise ServerFailure(f"Weights were not pushed because of {'; '.join(failed)}") from failure
+
+    def _finish_passes(self) -> None:
+        """After a failure, what other ranks still wait for: gathering is collective."""
+        if self._stream is not None:
+            self._stream.give_up()
+        elif self._dist.is_fsdp:
+            for _ in range(1 if self._weight_metadata is not None else 2):  # the first of all only describes
+                deque(self._pass or self._iter_named_params(), maxlen=0)
+                self._pass = None
 
     def _wait(self, work: Callable[[], None], is_alive: Callable[[], bool], doing: str) -> None:
         run_while_alive(
@@ -380,16 +388,13 @@ class DraftVLLMGeneration(VLLMGeneration):
     # Counters
 
     def _read_counters(self) -> SpeculativeStats:
-        if self._is_counted_elsewhere():
-            return SpeculativeStats()
+        """Empty where another rank reads the counters of what this one generated."""
         if self.mode == "server":
+            if not self.accelerator.is_main_process:
+                return SpeculativeStats()
             response = self.vllm_client.session.get(f"{self.vllm_client.base_url}/metrics")
             response.raise_for_status()
             return stats_from_text(response.text)
+        if self.tensor_parallel_size > 1 and dist.get_rank(self.tp_group) > 0:
+            return SpeculativeStats()
         return stats_from_metrics(self.llm.get_metrics())
-
-    def _is_counted_elsewhere(self) -> bool:
-        """Whether another rank reads the counters of what this one generated."""
-        if self.mode == "server":
-            return not self.accelerator.is_main_process
-        return self.tensor_parallel_size > 1 and torch.distributed.get_rank(group=self.tp_group) > 0

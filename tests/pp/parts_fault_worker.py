@@ -1,17 +1,19 @@
 """
 Ranks of `test_pp_parts_faults.py`: `python parts_fault_worker.py OUT FAULT...` lets something fail on one of two ranks that have
-parts of a policy, fault after fault, and saves how all of them ended.
+parts or shards of a policy, fault after fault, and saves how all of them ended.
 """
 
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from forked_ranks import start_ranks
+from fsdp2_on_cpu import fsdp2_on_cpu
 from pp.parts_worker import SERVED, FakeClient, serve_with
 from pp.trainer_fault_worker import strike
 from pp.trainer_worker import build, save_policies
@@ -25,8 +27,17 @@ TIMEOUT = 10
 # A run in which every rank has the whole policy, and nothing of ours generates.
 WHOLE = "raised in generate, no draft"
 CASE = {**SERVED, "max_steps": 3, "ddp_timeout": TIMEOUT, "steps_per_generation": 1, "draft_pretrain_steps": 0}
+# Before the server has ever been told of the policy's tensors.
+FIRST = "raised in a draft's push, before the first of shards"
+# Where each rank has a shard of every tensor: the size.
+SHARDS = {"raised late in a push of shards": "1", FIRST: "1x2"}
 # Of 57 tensors, the first rank has the first 28.
-TAKEN = {"raised before a push": 0, "raised late in a push": 40, "silent in a push": 40}
+TAKEN = {
+    "raised before a push": 0,
+    "raised late in a push": 40,
+    "silent in a push": 40,
+    "raised late in a push of shards": 40,
+}
 
 
 class FaultyClient(FakeClient):
@@ -46,6 +57,8 @@ class FaultyClient(FakeClient):
         return super().generate(prompts, n, max_tokens, **settings)
 
     def update_named_params(self, metadata, named_params):
+        if self.receives is self.drafts and self.fault == FIRST:
+            strike(self.out, self.fault)
         if self.receives is self.pushes and self.fault in TAKEN and self.fails():
             assert len(list(islice(named_params, TAKEN[self.fault]))) == TAKEN[self.fault]
             if self.fault.startswith("silent"):
@@ -80,13 +93,17 @@ def train(rank, world_size, out, fault):
     if fault == WHOLE:
         case = {name: value for name, value in CASE.items() if "draft" not in name} | {"use_draft": False}
         case, size = {**case, "speculates": True}, "2"
-    trainer = build(case, out, world_size, size, rollout_func=None, reward_funcs=reward)
-    FaultyClient.trainer = trainer
-    try:
-        trainer.train()
-    except RuntimeError as error:
-        (out / f"message{rank}").write_text(str(error))
-        raise
+    with fsdp2_on_cpu() if fault in SHARDS else nullcontext():
+        trainer = build(case, out, world_size, SHARDS.get(fault, size), rollout_func=None, reward_funcs=reward)
+        FaultyClient.trainer = trainer
+        if fault in SHARDS:
+            # The start of a fresh one leaves tensors whole, which TRL does not push.
+            trainer._draft_is_fresh = False
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            (out / f"message{rank}").write_text(str(error))
+            raise
 
 
 def see(out, fault):

@@ -1,4 +1,4 @@
-"""What fails on one rank that has a part of the policy ends all ranks soon, and all of them say what it was."""
+"""What fails on one rank that has a part or a shard of the policy ends all ranks soon, and all of them say what it was."""
 
 import pytest
 from group.forked_ranks import run_script
@@ -12,6 +12,8 @@ FAULTS = {
     "raised before a push": f"{PUSH} rank 0: {RAISED}",
     "raised late in a push": f"{PUSH} rank 0: {RAISED}",
     "raised in a layer that is pushed": f"{PUSH} rank 1: {RAISED}",
+    "raised late in a push of shards": f"Weights were not pushed because of rank 0: {RAISED}",
+    "raised in a draft's push, before the first of shards": f"{PUSH} rank 0: {RAISED}",
     "silent in a push": f"{PUSH} rank 0: RuntimeError: The vLLM server was given 9 s while weights were sent to it",
     "raised in generate": f"rank 0: ServerFailure: The vLLM server did not generate. {RAISED}",
     "raised in generate, no draft": f"rank 0: ServerFailure: The vLLM server did not generate. {RAISED}",
