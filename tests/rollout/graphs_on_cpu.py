@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl_codraft.rollout import speculative
+from trl_codraft.rollout import speculative, static_shapes
 from trl_codraft.rollout.static_shapes import CudaGraphs, LiveSteps, StaticSteps
 
 
@@ -62,10 +62,26 @@ class FakeCUDAGraph:
                     held.copy_(new)
 
 
+class FakeDevice:
+    """Stands in for `torch.cuda.device`. Kernels are recorded if they run on the device of the capturing stream."""
+
+    current = None
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        self.before, FakeDevice.current = FakeDevice.current, self.device
+
+    def __exit__(self, *error):
+        FakeDevice.current = self.before
+
+
 @contextmanager
 def fake_capture(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
     """Stands in for `torch.cuda.graph`."""
     assert pool == "pool"
+    assert stream == ("stream", FakeDevice.current)
     with cuda_graph.tape:
         yield
 
@@ -76,6 +92,8 @@ def cuda_graphs(monkeypatch):
     FakeCUDAGraph.all = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeCUDAGraph)
     monkeypatch.setattr(torch.cuda, "graph", fake_capture)
+    monkeypatch.setattr(torch.cuda, "device", FakeDevice)
+    monkeypatch.setattr(static_shapes, "capture_stream", lambda device: ("stream", device))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(
         speculative, "steps_for", lambda device, wanted: StaticSteps(CudaGraphs()) if wanted else LiveSteps()

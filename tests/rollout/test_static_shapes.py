@@ -6,6 +6,7 @@ import pytest
 import torch
 from grpo_runs import assert_same_run, codraft_trainer
 from rollout.drafts import OracleDraft, ragged_prompts, random_draft
+from rollout.graphs_on_cpu import FakeDevice
 from rollout.test_speculative_policies import FAMILIES, family_policy
 from tiny import tiny_policy
 
@@ -133,6 +134,20 @@ def test_hidden_states_for_training_survive_later_replays(policy, cuda_graphs):
     for row, length in enumerate((16, 18)):
         for live, recorded in zip(traces[0].row(row, length), traces[1].row(row, length), strict=True):
             torch.testing.assert_close(recorded, live, rtol=1e-10, atol=1e-12)
+
+
+def test_captures_are_on_the_device_of_the_policy(policy, cuda_graphs, monkeypatch):
+    """Elsewhere than where its kernels run a graph stays empty, and replays leave the outputs of the capture."""
+    captures, graph = [], torch.cuda.graph
+
+    def note(*args, **kwargs):
+        captures.append((FakeDevice.current, args[2] if len(args) > 2 else kwargs.get("stream")))
+        return graph(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "graph", note)
+    ids, mask = ragged_prompts([4, 6])
+    generated(policy, random_draft(policy), True, ids, mask, num_draft_tokens=2, max_new_tokens=12)
+    assert set(captures) == {(policy.device, ("stream", policy.device))}
 
 
 def test_a_policy_that_reads_values_on_the_host_is_refused(policy, cuda_graphs):

@@ -9,6 +9,7 @@ Shapes: `n` rows, `q` columns.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,8 +127,11 @@ class CudaGraphs:
         # threads (NCCL's watchdog) may call CUDA meanwhile.
         try:
             with (
+                torch.cuda.device(outputs[0].device),
                 torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    graph, self._pool, capture_stream(outputs[0].device), capture_error_mode="thread_local"
+                ),
             ):
                 for result, output in zip(results, step(*held), strict=True):
                     result.copy_(output)
@@ -151,6 +155,15 @@ class CudaGraphs:
         if whole is None or whole.numel() < like.numel():
             whole = self._outputs[index, like.dtype] = like.new_empty(like.numel())
         return whole[: like.numel()].view(like.shape)
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """
+    Where a device records. PyTorch's own is on the device of the first capture in the process, whatever runs later; on
+    another device than that of its kernels a graph stays empty. One for all rollouts, because cuBLAS keeps memory for each.
+    """
+    return torch.cuda.Stream(device)
 
 
 def steps_for(device: torch.device, cuda_graphs: bool) -> LiveSteps:
