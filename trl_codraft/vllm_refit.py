@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .modeling.checkpoint import disk_tensors, expected_shapes
 from .modeling.disk_config import config_to_disk
@@ -56,6 +58,20 @@ def refit_tensors(draft: Eagle3DraftModel, dtype: torch.dtype) -> list[tuple[str
             tensor = state[name].detach()
             tensors.append((name, tensor.to(dtype).contiguous() if tensor.is_floating_point() else tensor))
     return tensors
+
+
+def reshard(policy: nn.Module) -> None:
+    """
+    Shards again what forwards have left whole, as one that skips the head does until a backward: TRL pushes shards only.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            if not all(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+                # FSDP2 still waits for the head, and takes it for a forward after which it was not to.
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+                module.set_reshard_after_forward(False, recurse=False)
 
 
 def refuse_shared_weights(policy: nn.Module, draft: nn.Module) -> None:

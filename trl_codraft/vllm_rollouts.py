@@ -39,6 +39,7 @@ from .vllm_refit import (
     push_draft_to_server,
     refit_tensors,
     refuse_shared_weights,
+    reshard,
     run_while_alive,
     server_answers,
     write_engine_draft,
@@ -243,6 +244,7 @@ class DraftVLLMGeneration(VLLMGeneration):
             ServerFailure: on all ranks, if the server does not take them.
         """
         self._describe_parts()
+        reshard(self.model)
         if self.mode == "server":
             self._sync_with_server()
             return
@@ -384,8 +386,6 @@ class DraftVLLMGeneration(VLLMGeneration):
         if self._draft is not None and self._pushes_draft:
             push_draft_to_server(self.vllm_client, refit_tensors(self._draft, self._policy_dtype()))
         super().sync_weights()
-
-    # Counters
 
     def _read_counters(self) -> SpeculativeStats:
         """Empty where another rank reads the counters of what this one generated."""

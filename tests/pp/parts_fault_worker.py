@@ -96,9 +96,6 @@ def train(rank, world_size, out, fault):
     with fsdp2_on_cpu() if fault in SHARDS else nullcontext():
         trainer = build(case, out, world_size, SHARDS.get(fault, size), rollout_func=None, reward_funcs=reward)
         FaultyClient.trainer = trainer
-        if fault in SHARDS:
-            # The start of a fresh one leaves tensors whole, which TRL does not push.
-            trainer._draft_is_fresh = False
         try:
             trainer.train()
         except RuntimeError as error:
