@@ -189,7 +189,7 @@ def _check_features(raw: Mapping[str, Any]) -> Iterator[str]:
         yield f"{', '.join(f'`{key}`' for key in parallel)}: marks a parallel-drafting (P-EAGLE) draft"
     if raw.get("hidden_act") != "silu":
         yield f"`hidden_act` is {raw.get('hidden_act')!r}: servers' Llama blocks know only 'silu'"
-    if raw.get("logit_scale", 1.0) != 1.0:
+    if raw.get("logit_scale") not in (None, 1.0):
         yield f"`logit_scale` is {raw['logit_scale']}: vLLM multiplies by it, SGLang does not; fold it into `lm_head`"
     if raw.get("quantization_config"):
         yield "`quantization_config` is set: the tensors are not quantised"

@@ -313,6 +313,11 @@ def test_logit_scale_is_folded_into_the_head(tmp_path, policy):
     assert torch.equal(draft.lm_head.weight, flat_tensors()["lm_head.weight"] * 0.5)
 
 
+def test_logit_scale_of_null_is_none(tmp_path, policy):
+    draft = load(write(tmp_path, flat_config(logit_scale=None), flat_tensors()), policy)
+    assert torch.equal(draft.lm_head.weight, flat_tensors()["lm_head.weight"].float())
+
+
 def test_a_policy_folder_with_a_draft_in_it_is_told_from_a_draft(tmp_path):
     tiny_policy().save_pretrained(tmp_path)
     write(tmp_path / "draft", flat_config(), flat_tensors())

@@ -195,7 +195,7 @@ def load_draft(
     if "lm_head.weight" not in tensors and config.draft_vocab_size == config.vocab_size and policy is not None:
         tensors["lm_head.weight"] = policy.get_output_embeddings().weight.detach()
     check_tensors(config, tensors)
-    if raw.get("logit_scale", 1.0) != 1.0:
+    if raw.get("logit_scale") not in (None, 1.0):
         tensors["lm_head.weight"] = tensors["lm_head.weight"].float() * raw["logit_scale"]
 
     draft = model_class(config, compute_dtype)

@@ -301,12 +301,12 @@ class Rollout:
         if len(seen) == 1:
             return
         _, *taps, last_hidden = seen
-        # A copy: the next forward may overwrite what this one left.
+        # Copies, and the trace first: the draft's own forwards overwrite what this one left.
         taps = torch.cat(taps, -1)
-        if self.drafting is not None:
-            self.drafting.extend(taps, next_ids, positions, longest)
         if self.trace is not None:
             self.trace.add(rows, positions, taps, last_hidden)
+        if self.drafting is not None:
+            self.drafting.extend(taps, next_ids, positions, longest)
 
     def _idle_forward(self) -> None:
         """Keeps a rank without active rows in step with the others' collectives."""
