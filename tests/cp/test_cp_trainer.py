@@ -57,7 +57,7 @@ def draft_tolerance(tolerance, flat):
     relative, absolute = tolerance
     if absolute >= 1e-2:
         return relative, relative * flat[:-NUM_COUNTERS].abs().max().item()
-    return relative, max(absolute, 5e-7)
+    return relative, 5 * absolute
 
 
 PARAMETERS = [

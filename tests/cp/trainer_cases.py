@@ -77,7 +77,7 @@ SHARDED_CASES = ["dapo", "checkpointed experts", "checkpointed lora"]
 # As for groups without sharded attention; the kernels of transformers' experts do not take fp64.
 TOLERANCE = (1e-5, 1e-7)
 TOLERANCES = {
-    "checkpointed experts": (1e-5, 2e-6),
-    "speculative": (1e-5, 3e-6),
+    "checkpointed experts": (1e-5, 5e-7),
+    "speculative": (1e-5, 1e-6),
     "bf16": (3e-2, 2e-2),
 }

@@ -44,10 +44,10 @@ IMPOSSIBLE |= {
 
 TOLERANCE = (1e-5, 1e-7)
 TOLERANCES = {
-    "speculative": (1e-5, 3e-6),
-    "experts": (1e-5, 2e-6),
-    "checkpointed experts": (1e-5, 2e-6),
-    "balanced experts": (1e-5, 2e-6),
+    "speculative": (1e-5, 1e-6),
+    "experts": (1e-5, 1e-6),
+    "checkpointed experts": (1e-5, 1e-6),
+    "balanced experts": (1e-5, 1e-6),
     "bf16": (3e-2, 1e-2),
     "tied fp32 head": (3e-2, 1e-2),
 }
