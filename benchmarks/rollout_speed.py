@@ -63,7 +63,8 @@ class Bench:
         self.new_tokens = args.new_tokens
         self.chats, self.taken = prompts_of("test"), 0
         self.prefilled: float | None = None
-        self.policy.register_forward_hook(self._after_forward)
+        self.unread = 0  # columns of the prompts of this call
+        self.policy.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def batch(self, rows: int):
         chats = [self.chats[(self.taken + row) % len(self.chats)] for row in range(rows)]
@@ -74,7 +75,7 @@ class Bench:
         """Tokens per processor second of the whole call and of what follows the prefill, and the ids."""
         torch.manual_seed(seed)
         call = {"max_new_tokens": self.new_tokens, "pad_token_id": self.tokenizer.pad_token_id, **SAMPLING[kind]}
-        self.prefilled = None
+        self.prefilled, self.unread = None, batch["input_ids"].shape[1]
         with torch.no_grad():
             ids, seconds = cpu(generate, **batch, **call)
             # A peer that calls the policy's layers itself shows no forward.
@@ -83,10 +84,12 @@ class Bench:
         tokens = ids[:, width:].numel() if eos is None else real_tokens(ids, width, eos)
         return tokens / seconds, (tokens - len(ids)) / decoding, ids
 
-    def _after_forward(self, *_) -> None:
-        """Notes when the first forward of a call, its prefill, is done."""
+    def _after_forward(self, module, args, kwargs, output) -> None:
+        """Notes when a call's prompts have been read: by `generate` in one forward, by our loop in one or two."""
         if self.prefilled is None:
-            self.prefilled = time.process_time()
+            self.unread -= kwargs["input_ids"].shape[1]
+            if self.unread <= 0:
+                self.prefilled = time.process_time()
 
     def decoder(self, draft, num_draft_tokens):
         decoder = SpeculativeDecoder(self.policy, draft, num_draft_tokens=num_draft_tokens)

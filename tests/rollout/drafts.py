@@ -90,3 +90,16 @@ def ragged_prompts(lengths, vocab_size=104, seed=0, columns=None):
     for row, length in enumerate(lengths):
         mask[row, : columns - length] = 0
     return ids * mask, mask
+
+
+def shared_prompts(beginning, rests, repeats=1, seed=0, vocab_size=104):
+    """Prompts that begin with the same tokens: left-padded ids and mask, each `repeats` times in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    stem = torch.randint(3, vocab_size, (beginning,), generator=generator)
+    columns = beginning + max(rests)
+    ids = torch.zeros(len(rests), columns, dtype=torch.long)
+    for row, rest in enumerate(rests):
+        tail = torch.randint(3, vocab_size, (rest,), generator=generator)
+        ids[row, columns - beginning - rest :] = torch.cat((stem, tail))
+    ids = ids.repeat_interleave(repeats, 0)
+    return ids, (ids != 0).long()

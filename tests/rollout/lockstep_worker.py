@@ -7,7 +7,7 @@ import sys
 
 import torch
 from forked_ranks import fork_ranks
-from rollout.drafts import ragged_prompts, random_draft
+from rollout.drafts import ragged_prompts, random_draft, shared_prompts
 from tiny import tiny_policy
 from torch.distributed.fsdp import fully_shard
 
@@ -18,7 +18,8 @@ def generate(rank, world_size):
     """For each call the forwards that this rank ran, and those it counted."""
     policy = tiny_policy("llama", dtype=torch.float64, scale=3.0, num_hidden_layers=2)
     draft = random_draft(policy, scale=1.5)
-    ids, mask = ragged_prompts([5, 2, 7][: 2 + rank], seed=rank)
+    # Only the second rank's prompts have something in common, which alone would be worth a forward of its own.
+    ids, mask = shared_prompts(70, [5, 2, 7]) if rank == 1 else ragged_prompts([5, 2])
     calls = []
     for k, new_tokens in ((2, 4 + 11 * rank), (0, 9 - 5 * rank), ("auto", 6 + 8 * rank), (3, 1 + 5 * rank)):
         calls.append((k, {"attention_mask": mask, "do_sample": False, "max_new_tokens": new_tokens}))

@@ -81,6 +81,20 @@ class RaggedCache(Cache):
             views.append(buffer[: self._batch, : self._visible].transpose(1, 2))
         return views[0], views[1]
 
+    def spread(self, sources: list[int]) -> None:
+        """
+        Copies rows over rows, in the slots that the last forward saw.
+
+        Args:
+            sources (`list[int]`):
+                For each of the first rows the row whose content it gets.
+        """
+        if sources == list(range(len(sources))):
+            return
+        for buffer in (buffer for buffers in self._buffers.values() for buffer in buffers):
+            rows = torch.tensor(sources, device=buffer.device)
+            buffer[: len(sources), : self._visible] = buffer[rows, : self._visible]
+
     def compact(self, keep: list[bool]) -> list[int]:
         """
         Drops rows. Kept rows from the end move into the holes, so only as many rows are copied as leave.

@@ -8,13 +8,16 @@ Shapes: `B` rows of the prompt batch, `n` rows still active, `w` drafted columns
 vocabulary, `S` columns of the sequence buffer (left pads included).
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..cp.rotary import follows_length
 from ..modeling.taps import TapRecorder
 from . import sampling
 from .cache import PolicyMasks, compaction_order
@@ -23,6 +26,7 @@ from .criteria import PositionwiseCriteria
 from .decode_attention import decoding_attention
 from .drafting import DraftRollout
 from .processors import PositionwiseProcessors, Prefixes
+from .prompts import prompt_blocks
 from .static_shapes import LiveSteps
 from .static_shapes import padded as pad
 from .stats import MAX_DRAFT_TOKENS, SpeculativeStats
@@ -31,6 +35,9 @@ from .trace import RolloutTrace
 
 # Slots allocated behind the longest prompt before the caches grow.
 INITIAL_NEW_SLOTS = 128
+# What a forward costs however few tokens it reads, in tokens: weights read on a CPU, kernels launched elsewhere.
+MIN_SAVED_TOKENS_ON_CPU = 64
+MIN_SAVED_TOKENS = 512
 
 
 @dataclass
@@ -138,35 +145,53 @@ class Rollout:
 
     def _prefill(self) -> None:
         """Reads the prompts and commits the first token of each row."""
-        mask = self.attention_mask
-        positions = torch.where(mask != 0, (mask != 0).cumsum(1) - 1, -1)
-        longest = self.prompt_columns - min(self.pads)
-        padded = max(self.pads) > 0
-        ids = self.sequences[:, : self.prompt_columns]
-        seen = self._read(longest, padded, True, ids, positions)
+        scores, hidden, positions = self._read_prompts()
+        batch, prompt = len(self.rows), self.prompt_columns
+        rows = torch.arange(batch, device=self.device)
+        scores = self.rule.processors(Prefixes(self.sequences, rows, torch.full_like(rows, prompt)), scores)
+        tokens = self._pick(scores)
+        self.sequences[:, prompt] = tokens
+        self.stats.committed += batch
+        if self.drafting is not None:
+            self.drafting.vocab_size = scores.shape[-1]
+        behind = positions + torch.tensor(self.pads, device=self.device)[:, None] + 1
+        self._hand_over(hidden, rows, self.sequences.gather(1, behind), positions, positions.shape[1])
+        ends = self.criteria.stops(
+            self.sequences, self.rows, self.lengths, [1] * batch, self.criteria.eos_offsets(tokens[:, None]).tolist()
+        )
+        self._commit([1] * batch, ends)
+
+    def _read_prompts(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """
+        Reads the prompts, in one forward or two: fp32 scores `(B, V)` of the first token, hidden states as `_read` returns
+        them, and the positions `(B, c)` of their columns.
+        """
+        ids = self.sequences[:, : self.prompt_columns].tolist()
+        prompts = [tuple(compress(*row)) for row in zip(ids, self.attention_mask.tolist(), strict=True)]
+        parts: list[list[torch.Tensor]] = []
+        for block in prompt_blocks(prompts, self._worth_a_forward()):
+            ids, positions = block.tensors(self.device)
+            logits, *hidden = self._read(block.reach, not block.is_plain, True, ids, positions)
+            self.stats.policy_forwards += 1
+            self.cache.spread(block.continued)
+            rows = torch.tensor(block.continued, device=self.device)
+            parts = [[part[rows] for part in read] for read in (*parts, (positions, *hidden))]
         if not self.cache.is_filled:
             raise RuntimeError(
                 f"{type(self.policy).__name__} wrote no keys into the cache it was given, so drafted tokens cannot be "
                 "verified against it. Set `speculative_rollouts=False`."
             )
         # A copy, so that the whole prompt's logits are not kept alive by models without `logits_to_keep`.
-        scores = seen[0][:, -1].to(torch.float32, copy=True)
-        batch = len(self.rows)
-        rows = torch.arange(batch, device=self.device)
-        scores = self.rule.processors(
-            Prefixes(self.sequences, rows, torch.full_like(rows, self.prompt_columns)), scores
-        )
-        tokens = self._pick(scores)
-        self.sequences[:, self.prompt_columns] = tokens
-        self.stats.policy_forwards += 1
-        self.stats.committed += batch
-        if self.drafting is not None:
-            self.drafting.vocab_size = scores.shape[-1]
-        self._hand_over(seen, rows, self.sequences[:, 1 : self.prompt_columns + 1], positions, longest)
-        ends = self.criteria.stops(
-            self.sequences, self.rows, self.lengths, [1] * batch, self.criteria.eos_offsets(tokens[:, None]).tolist()
-        )
-        self._commit([1] * batch, ends)
+        scores = logits[:, -1][rows].to(torch.float32)
+        positions, *hidden = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
+        return scores, hidden, positions
+
+    def _worth_a_forward(self) -> float:
+        """Tokens that a second forward over prompts has to save."""
+        # Ranks in step run the same number of forwards. Keys of beginnings alone must be those of whole prompts.
+        if self.synced or any(follows_length(module) for module in self.policy.modules()):
+            return math.inf
+        return MIN_SAVED_TOKENS_ON_CPU if self.device.type == "cpu" else MIN_SAVED_TOKENS
 
     def _round(self, k: int) -> None:
         """Drafts up to `k` tokens per row, verifies them and commits what holds."""
@@ -196,7 +221,7 @@ class Rollout:
         in_block = torch.arange(width + 1, device=self.device) <= kept[:, None]
         # The one transfer to the host per round.
         kept_host, eos = torch.stack((kept, self.criteria.eos_offsets(block))).tolist()
-        self._hand_over(seen, rows, block, torch.where(in_block, positions, -1), longest)
+        self._hand_over(seen[1:], rows, block, torch.where(in_block, positions, -1), longest)
         sizes = [count + 1 for count in kept_host]
         ends = self.criteria.stops(self.sequences, self.rows, self.lengths, sizes, eos)
         committed = [
@@ -296,11 +321,11 @@ class Rollout:
             logits = self.policy(**arguments).logits
         return logits, *record.taps, record.last_hidden
 
-    def _hand_over(self, seen, rows, next_ids, positions, longest: int) -> None:
+    def _hand_over(self, hidden, rows, next_ids, positions, longest: int) -> None:
         """Gives the hidden states of true rows (positions >= 0) to the draft and to the trace."""
-        if len(seen) == 1:
+        if not hidden:
             return
-        _, *taps, last_hidden = seen
+        *taps, last_hidden = hidden
         # Copies, and the trace first: the draft's own forwards overwrite what this one left.
         taps = torch.cat(taps, -1)
         if self.trace is not None:
