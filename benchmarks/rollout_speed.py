@@ -56,19 +56,19 @@ def real_tokens(ids, width: int, eos: int) -> int:
 class Bench:
     """Policy, drafts and prompts; every measurement takes the next prompts."""
 
-    def __init__(self, args):
+    def __init__(self, args, rows_per_prompt: int = 1):
         self.policy, self.tokenizer = load_policy()
         self.draft, self.budget = trained_draft(self.policy, self.tokenizer, args.draft)
         self.useless = useless_draft(self.draft)
-        self.new_tokens = args.new_tokens
+        self.new_tokens, self.copies = args.new_tokens, rows_per_prompt
         self.chats, self.taken = prompts_of("test"), 0
         self.prefilled: float | None = None
         self.unread = 0  # columns of the prompts of this call
         self.policy.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def batch(self, rows: int):
-        chats = [self.chats[(self.taken + row) % len(self.chats)] for row in range(rows)]
-        self.taken += rows
+        chats = [self.chats[(self.taken + row // self.copies) % len(self.chats)] for row in range(rows)]
+        self.taken += -(-rows // self.copies)
         return tokenized(self.tokenizer, chats)
 
     def generate(self, generate, batch, kind: str, seed: int):
@@ -252,11 +252,13 @@ def main() -> None:
     parser.add_argument("--drafts", nargs="+", default=["trained", "useless"], choices=["trained", "useless"])
     parser.add_argument("--no_ends", action="store_true", help="sampled rows run to the limit, for less noise")
     parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--rows_per_prompt", type=int, default=1, help="completions of each prompt, as in GRPO")
     parser.add_argument("--draft", default=None, help="folder of a draft; default: trained and cached by the script")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    bench = Bench(args)
-    print(f"{platform.machine()}, torch {torch.__version__}, 1 thread, fp32, {args.new_tokens} new tokens")
+    bench = Bench(args, args.rows_per_prompt)
+    machine = f"{platform.machine()}, torch {torch.__version__}, 1 thread, fp32"
+    print(f"{machine}, {args.new_tokens} new tokens, {args.rows_per_prompt} rows per prompt")
     print(f"draft: {bench.budget}")
     for rows in args.batches:
         if "engine" in args.sections:

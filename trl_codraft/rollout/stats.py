@@ -21,7 +21,7 @@ class SpeculativeStats:
         rows (`int`):
             Prompts rolled out. Each got its first token from the prefill.
         policy_forwards (`int`):
-            Forwards of the policy, prefills included.
+            Forwards of the policy, those over prompts (one or two per call) included.
         row_forwards (`int`):
             (row, forward) pairs after the prefill, drafted or not.
         verifications (`int`):
