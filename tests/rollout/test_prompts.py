@@ -50,6 +50,7 @@ def test_blocks_hold_every_prompt_and_as_few_tokens_as_possible():
         places = list(range(len(prompts)))
         for block in reversed(blocks):
             places = [block.continued[place] for place in places]
+            assert places == block.batch_rows
             for row, place in enumerate(places):
                 read[row] = block.tokens[place] + read[row]
                 assert block.starts[place] == len(prompts[row]) - len(read[row])

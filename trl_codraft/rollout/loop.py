@@ -168,22 +168,24 @@ class Rollout:
         """
         ids = self.sequences[:, : self.prompt_columns].tolist()
         prompts = [tuple(compress(*row)) for row in zip(ids, self.attention_mask.tolist(), strict=True)]
-        parts: list[list[torch.Tensor]] = []
-        for block in prompt_blocks(prompts, self._worth_a_forward()):
+        blocks, reads = prompt_blocks(prompts, self._worth_a_forward()), []
+        for block in blocks:
             ids, positions = block.tensors(self.device)
             logits, *hidden = self._read(block.reach, not block.is_plain, True, ids, positions)
-            self.stats.policy_forwards += 1
             self.cache.spread(block.continued)
-            rows = torch.tensor(block.continued, device=self.device)
-            parts = [[part[rows] for part in read] for read in (*parts, (positions, *hidden))]
+            self.stats.policy_forwards += 1
+            reads.append((positions, *hidden))
         if not self.cache.is_filled:
             raise RuntimeError(
                 f"{type(self.policy).__name__} wrote no keys into the cache it was given, so drafted tokens cannot be "
                 "verified against it. Set `speculative_rollouts=False`."
             )
         # A copy, so that the whole prompt's logits are not kept alive by models without `logits_to_keep`.
-        scores = logits[:, -1][rows].to(torch.float32)
-        positions, *hidden = (torch.cat(columns, 1) for columns in zip(*parts, strict=True))
+        scores = logits[blocks[-1].batch_rows, -1].float()
+        if len(blocks) > 1 or len(block.tokens) < len(self.rows):  # else long prompts would be copied for nothing
+            reads = [[part[block.batch_rows] for part in read] for block, read in zip(blocks, reads, strict=True)]
+            reads = [[torch.cat(parts, 1) for parts in zip(*reads, strict=True)]]
+        positions, *hidden = reads[0]
         return scores, hidden, positions
 
     def _worth_a_forward(self) -> float:

@@ -27,12 +27,15 @@ class PromptBlock:
         starts (`list[int]`):
             Position of each row's first token.
         continued (`list[int]`):
-            For each row of the next block, or of the batch if this is the last one, the row of this block before it.
+            For each row of the next block, the row of this one that it continues; of the last block, `batch_rows`.
+        batch_rows (`list[int]`):
+            For each row of the batch the row of this block that it has a part of.
     """
 
     tokens: list[Tokens]
     starts: list[int]
     continued: list[int]
+    batch_rows: list[int]
 
     @property
     def reach(self) -> int:
@@ -71,11 +74,12 @@ def prompt_blocks(prompts: Sequence[Tokens], min_saved_tokens: float) -> list[Pr
     distinct, rows = _numbered(prompts)
     cut = _best_cut(distinct, min_saved_tokens)
     if cut == 0:
-        return [PromptBlock(distinct, [0] * len(distinct), rows)]
+        return [PromptBlock(distinct, [0] * len(distinct), rows, rows)]
     beginnings, groups = _numbered([_beginning(prompt, cut) for prompt in distinct])
     starts = [len(beginnings[group]) for group in groups]
     rests = [prompt[start:] for prompt, start in zip(distinct, starts, strict=True)]
-    return [PromptBlock(beginnings, [0] * len(beginnings), groups), PromptBlock(rests, starts, rows)]
+    first = PromptBlock(beginnings, [0] * len(beginnings), groups, [groups[row] for row in rows])
+    return [first, PromptBlock(rests, starts, rows, rows)]
 
 
 def _beginning(prompt: Tokens, cut: int) -> Tokens:
