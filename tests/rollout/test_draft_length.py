@@ -139,6 +139,27 @@ def test_growing_contexts_do_not_pass_for_dear_drafts():
     assert abs(ratio - 1.45) < 0.2
 
 
+def test_a_plain_round_that_was_recorded_is_measured_in_the_next():
+    """Where forwards are recorded as graphs, the first round of every length in a rollout is dear."""
+    machine, controller = Machine([0.8] * 6, lambda rows, k: 1 + 0.1 * k), DraftLengthController()
+    trials = 0
+    for _ in range(40):
+        controller.begin()
+        recorded, tries_plain = set(), False
+        for _ in range(60):
+            k = controller.choose(4)
+            assert k == 0 or not tries_plain
+            records = k not in recorded
+            recorded.add(k)
+            kept = [machine.kept(k) for _ in range(4)]
+            seconds = machine.seconds(4, k) + 5.0 * records
+            controller.observe(Round(4, [k] * 4, kept, sum(kept) + 4, seconds, unusual=records))
+            tries_plain = records and k == 0 and len(recorded) > 1
+            trials += tries_plain
+    assert trials > 5
+    assert machine.seconds(4, 3) == pytest.approx(controller.cost(4, 3), rel=0.1)
+
+
 def test_numbers_of_rows_are_measured_apart():
     """A batch whose rows finish: speculation pays with few rows only."""
     acceptance = [0.7] * 6

@@ -214,7 +214,7 @@ class DraftLengthController:
         self.acceptance.count(finished.drafted, finished.kept)
         if finished.unusual:
             # What was done besides would not recur: measure this length in the next round instead.
-            if k > 0 and (self._trying or k not in rows.ratios):
+            if self._trying or (k > 0 and k not in rows.ratios):
                 self._repeat = k
         else:
             if self._previous is not None and self._previous != k:
