@@ -146,5 +146,7 @@ def table(comparison: dict) -> str:
         length = "-" if arm["accept_length"] is None else f"{arm['accept_length']:.2f}"
         lines.append(f"{arm['name']:<28}{length:>14}{arm['tokens_per_cpu_second']:>16.1f}{arm['ratio']:>8.2f}")
     lines.append("tokens / CPU s: one thread, prefills included; the log's tokens/s are wall clock, on all threads")
-    lines.append("without a draft `generate` reads the worked example in every row; the other arms read it once a batch")
+    lines.append(
+        "without a draft `generate` reads the worked example in every row; the other arms read it once a batch"
+    )
     return "\n".join(lines)
