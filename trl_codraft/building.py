@@ -1,8 +1,10 @@
-"""From the trainer's configuration to a draft model and the arguments of its training."""
+"""From the trainer's configuration to a draft model and what trains it."""
 
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -10,7 +12,11 @@ from .config import CoDraftGRPOConfig
 from .modeling.checkpoint import check_fits_policy
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.modeling_eagle3 import Eagle3DraftModel
-from .training import DraftTrainingArguments
+from .training import DraftTrainer, DraftTrainingArguments
+
+
+if TYPE_CHECKING:
+    from .trainer import CoDraftGRPOTrainer
 
 
 logger = logging.get_logger(__name__)
@@ -113,4 +119,17 @@ def draft_training_arguments(args: CoDraftGRPOConfig, rollout_temperature: float
         weight_decay=args.draft_weight_decay,
         max_grad_norm=args.draft_max_grad_norm,
         loss_chunk_size=args.draft_loss_chunk_size,
+    )
+
+
+def build_draft_trainer(trainer: "CoDraftGRPOTrainer") -> DraftTrainer:
+    """What trains a trainer's draft, pretraining included. The draft's weights are there and equal on all ranks."""
+    args = trainer.args
+    return DraftTrainer(
+        trainer.draft_model,
+        trainer.policy_head,
+        draft_training_arguments(args, rollout_temperature=trainer.temperature),
+        reduce_sum=trainer._sum_over_ranks,
+        num_training_steps=args.draft_pretrain_steps + trainer.state.max_steps,
+        sharers=dist.group.WORLD if args.draft_shard_optimizer and args.world_size > 1 else None,
     )

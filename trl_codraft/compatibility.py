@@ -175,6 +175,8 @@ def warn_about_settings(args: CoDraftGRPOConfig, draft_is_fresh: bool) -> None:
             "what it proposes. Set `draft_pretrain_steps`, or start from a trained draft with "
             "`draft_model_name_or_path`."
         )
+    if args.draft_shard_optimizer and args.world_size == 1:
+        logger.warning_once("`draft_shard_optimizer=True` has no effect: there is one process.")
     window = args.steps_per_generation * args.num_iterations
     saves = args.save_strategy == "steps" and args.save_steps >= 1
     if saves and (args.save_steps * args.gradient_accumulation_steps) % window:

@@ -66,6 +66,9 @@ class CoDraftGRPOConfig(GRPOConfig):
             Weight decay of the draft's AdamW.
         draft_max_grad_norm (`float`, *optional*, defaults to `1.0`):
             Gradient clipping of the draft, apart from the policy's.
+        draft_shard_optimizer (`bool`, *optional*, defaults to `False`):
+            Whether all ranks share the state of the draft's AdamW (ZeRO, stage 1), each that of an equal part of the
+            weights. Checkpoints do not depend on it.
         draft_loss_chunk_size (`int`, *optional*, defaults to `128`):
             Rows per chunk of the draft loss. Bounds the memory of teacher and student logits; on a GPU with room to
             spare, 1024 keeps its matmuls busier.
@@ -179,6 +182,7 @@ class CoDraftGRPOConfig(GRPOConfig):
     draft_max_grad_norm: float = field(
         default=1.0, metadata={"help": "Gradient clipping of the draft, apart from the policy's."}
     )
+    draft_shard_optimizer: bool = field(default=False, metadata={"help": "Whether to shard the draft's AdamW state."})
     draft_loss_chunk_size: int = field(
         default=128, metadata={"help": "Rows per chunk of the draft loss: bounds the memory of its logits."}
     )
@@ -319,15 +323,12 @@ class CoDraftGRPOConfig(GRPOConfig):
                 "plain rollouts set `speculative_rollouts='false'`."
             )
         self.num_draft_tokens = value if value == "auto" else int(value)
-        if self.full_determinism and self.use_draft and self.num_draft_tokens == "auto" and not self._rolls_out_plain:
+        rolls_out_plain = self.speculative_rollouts == "false"
+        if self.full_determinism and self.use_draft and self.num_draft_tokens == "auto" and not rolls_out_plain:
             raise ValueError(
                 "`full_determinism=True` with `num_draft_tokens='auto'`: the number of draft tokens would follow the "
                 "clock, so samples would differ from run to run. Set `num_draft_tokens` to an integer."
             )
-
-    @property
-    def _rolls_out_plain(self) -> bool:
-        return self.speculative_rollouts == "false"
 
     def _take_over_context_parallelism(self) -> None:
         """

@@ -47,6 +47,7 @@ SETTINGS = (
     "draft_tap_layers",
     "draft_num_hidden_layers",
     "draft_train_on_prompt",
+    "draft_shard_optimizer",
     "loss_type",
     "temperature",
     "max_steps",

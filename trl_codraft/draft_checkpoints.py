@@ -162,11 +162,14 @@ class DraftCheckpoints(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.draft_trainer is not None and self.args.should_save:
-            state = {
-                "draft_trainer": self.draft_trainer.state_dict(),
-                "controller": self._decoder.controller.state_dict(),
-            }
+        if self.draft_trainer is None:
+            return
+        # On every rank: they may share the state of the draft's optimizer.
+        state = {
+            "draft_trainer": self.draft_trainer.state_dict(keep=self.args.should_save),
+            "controller": self._decoder.controller.state_dict(),
+        }
+        if self.args.should_save:
             torch.save(state, Path(output_dir) / DRAFT_FOLDER / DRAFT_STATE_NAME)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -203,8 +206,10 @@ class DraftCheckpoints(Trainer):
             self.draft_model.load_state_dict(Eagle3DraftModel.from_pretrained(str(folder)).state_dict())
             self.draft_trainer.refresh_rollout_draft()
             return
-        # On the CPU: AdamW's step counters belong there, and loading moves the moments to the weights' device.
-        state = torch.load(folder / DRAFT_STATE_NAME, map_location="cpu", weights_only=True)
+        # On the CPU: AdamW's step counters belong there, and loading moves the moments to the weights' device. Mapped where a
+        # rank copies its share of them: each reads no more of the file than it needs.
+        mapped = self.draft_trainer.shares_state
+        state = torch.load(folder / DRAFT_STATE_NAME, map_location="cpu", weights_only=True, mmap=mapped)
         self.draft_trainer.load_state_dict(state["draft_trainer"])
         self._decoder.controller.load_state_dict(state["controller"])
 

@@ -41,6 +41,7 @@ from .pp import (
     TapPlan,
     align_parts,
     bubble_share,
+    draft_memory,
     plan_memory,
     verify_split,
 )
@@ -60,6 +61,7 @@ SETTINGS = (
     "layers_per_stage",
     "pipeline_replica",
     "pipeline_shard_optimizer",
+    "draft_shard_optimizer",
     "tap_channel_slots",
     "use_draft",
     "draft_train",
@@ -295,9 +297,7 @@ def _announce_plan(
     size, draft = args.pipeline_parallel_size, trainer.draft_model
     num_microbatches = args.gradient_accumulation_steps * size * args.context_parallel_size
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    # fp32 weights, gradients and two moments, and the copy that rolls out where no engine does.
-    copies = 4 if args.use_vllm else 5
-    draft_bytes = 0 if draft is None else sum(parameter.nbytes for parameter in draft.parameters()) * copies
+    sharers = args.world_size if args.draft_shard_optimizer else 1
     try:
         plan = plan_memory(
             policy,
@@ -311,7 +311,7 @@ def _announce_plan(
             tap_layers=trainer.recorder.tap_layers if _draft_learns(args) else (),
             gradient_checkpointing=args.gradient_checkpointing,
             state_sharers=args.world_size // size if args.pipeline_shard_optimizer else 1,
-            draft_bytes=draft_bytes,
+            draft_bytes=draft_memory(draft, sharers=sharers, rolls_out=not args.use_vllm) if args.use_draft else 0,
             draft_everywhere=True,
             replica=parts is None,
             views=True,

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
-from .building import build_draft, draft_training_arguments, head_dtype
+from .building import build_draft, build_draft_trainer, head_dtype
 from .compatibility import (
     GOOD_ACCEPT_LENGTH,
     base_policy,
@@ -234,13 +234,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
                     initialize_fresh_draft(self, source)
                 for tensor in self.draft_model.state_dict().values():
                     broadcast(tensor, from_process=self.rank_of_policy_head)
-                self.draft_trainer = DraftTrainer(
-                    self.draft_model,
-                    self.policy_head,
-                    draft_training_arguments(self.args, rollout_temperature=self.temperature),
-                    reduce_sum=self._sum_over_ranks,
-                    num_training_steps=self.args.draft_pretrain_steps + self.state.max_steps,
-                )
+                self.draft_trainer = build_draft_trainer(self)
                 if self.args.draft_pretrain_steps and not resumes:
                     pretrain_draft(self, self.args.draft_pretrain_steps, source)
         else:

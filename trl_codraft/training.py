@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from .draft_optimizer import ShardedAdamW
 from .modeling.losses import PASS_COUNTERS, SCALAR_COUNTERS, DraftLoss, draft_loss, zero_counters
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.teacher import PolicyHead
@@ -110,6 +112,9 @@ class DraftTrainer:
             Sums a tensor over the ranks and returns it, in place or not. The default is that of a single process.
         num_training_steps (`int`):
             Draft steps in all, pretraining included; what decaying schedules end at.
+        sharers (`ProcessGroup`, *optional*):
+            Ranks that share the optimizer's state ([`ShardedAdamW`]): those that `reduce_sum` sums over. If `None`, each
+            keeps all of it.
 
     Raises:
         ValueError: if the schedule is not a function of the step alone, or if parameters are in a half precision.
@@ -123,6 +128,7 @@ class DraftTrainer:
         *,
         reduce_sum: Callable[[torch.Tensor], torch.Tensor] = _identity,
         num_training_steps: int,
+        sharers: dist.ProcessGroup | None = None,
     ):
         self.draft = draft
         self.head = head
@@ -139,7 +145,12 @@ class DraftTrainer:
         vectors = [parameter for parameter in self.parameters if parameter.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         # The schedule runs on a base rate of 1: its factor multiplies whichever rate the current step uses.
-        self.optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))
+        settings = {"lr": 1.0, "betas": (0.9, 0.95)}
+        # A frozen draft has no state to share.
+        self.shares_state = sharers is not None and bool(self.parameters)
+        self.optimizer = (
+            ShardedAdamW(groups, sharers, **settings) if self.shares_state else torch.optim.AdamW(groups, **settings)
+        )
         self.scheduler = self._schedule(num_training_steps)
         self.num_updates = 0
         self.num_pretrain_updates = 0
@@ -278,9 +289,14 @@ class DraftTrainer:
         for name, tensor in copies.items():
             tensor.copy_(source[name])
 
-    def state_dict(self) -> dict:
+    def state_dict(self, keep: bool = True) -> dict:
         """
-        Everything an exact resume needs: weights and vocabulary, moments, schedule, step counters.
+        Everything an exact resume needs: weights and vocabulary, moments, schedule, step counters. The same whether or not
+        ranks share the optimizer's state; if they do, all of them make this call.
+
+        Args:
+            keep (`bool`, *optional*, defaults to `True`):
+                Whether this rank wants it. Without, moments that it does not have are left out.
 
         Raises:
             RuntimeError: between `accumulate` and `step`, when gradients would be lost.
@@ -290,7 +306,7 @@ class DraftTrainer:
         return {
             "draft": self.draft.state_dict(),
             "target_ids": self.draft.target_ids.cpu(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(keep) if self.shares_state else self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "num_updates": self.num_updates,
             "num_pretrain_updates": self.num_pretrain_updates,

@@ -21,12 +21,14 @@ def see(rank, world_size, folder, size):
     trainer = build(folder, world_size, "plain", 1, **ADAM)
     trainer.train()
     seen["plain"] = state(trainer)
+    # With both ways to keep the state of the draft's optimizer.
+    config = {**ADAM, "draft_shard_optimizer": size > 1}
     with fsdp2_on_cpu():
-        trainer = build(folder, world_size, "whole", size, **ADAM)
+        trainer = build(folder, world_size, "whole", size, **config)
         trainer.train()
         trainer.save_model(str(folder / "whole"))
         seen["whole"] = state(trainer)
-        trainer = build(folder, world_size, "resumed", size, **ADAM)
+        trainer = build(folder, world_size, "resumed", size, **config)
         trainer.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
         seen["resumed"] = state(trainer)
     return seen

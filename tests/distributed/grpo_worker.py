@@ -3,8 +3,35 @@
 import sys
 from pathlib import Path
 
+import torch
 from forked_ranks import fork_ranks
 from grpo_runs import codraft_trainer, plain_trainer, policy_logs, prompt_dataset, weights
+
+
+def see_shared(out, **config):
+    """As `drafting`, the ranks sharing the state of the draft's optimizer: a whole run, and from its checkpoint with and without."""
+    config |= {"save_strategy": "steps", "save_steps": 2}
+    whole = codraft_trainer(out / "shared", draft_shard_optimizer=True, **config)
+    whole.train()
+    checkpoint = out / "shared" / "checkpoint-2"
+    seen = {"shared": ended(whole)}
+    for name, shares in (("shared, resumed", True), ("resumed without", False)):
+        trainer = codraft_trainer(out / name, draft_shard_optimizer=shares, **config)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        seen[name] = ended(trainer)
+    whole.state.best_model_checkpoint = str(checkpoint)
+    whole._load_best_model()
+    seen["best"] = whole.draft_trainer.state_dict()
+    seen["saved"] = torch.load(checkpoint / "draft" / "draft_state.pt")["draft_trainer"]
+    return seen
+
+
+def ended(trainer):
+    """What a run ends with: the draft, what was logged, and elements of moments on this rank."""
+    moments = [state["exp_avg"] for state in trainer.draft_trainer.optimizer.state.values()]
+    elements = sum(moment.untyped_storage().nbytes() for moment in moments) / 4
+    draft = {name: weight.clone() for name, weight in trainer.draft_model.state_dict().items()}
+    return {"draft": draft, "logs": trainer.state.log_history, "elements": elements}
 
 
 def see(rank, world_size, out):
@@ -26,6 +53,8 @@ def see(rank, world_size, out):
     )
     drafting.train()
     return {
+        **see_shared(out, trainer=data, draft_pretrain_steps=1, **config),
+        "drafting": ended(drafting),
         "world_size": plain.accelerator.num_processes,
         "plain": (weights(plain), policy_logs(plain)),
         "quiet": (weights(quiet), policy_logs(quiet)),

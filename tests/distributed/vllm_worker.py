@@ -26,6 +26,7 @@ def main(out: Path) -> None:
         speculative_rollouts="true",
         max_steps=2,
         max_completion_length=6,
+        draft_shard_optimizer=True,
         gradient_accumulation_steps=1,
     )
     llm = trainer.vllm_generation.llm

@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
+from modeling.draft_cases import draft_case
 from tiny import tiny_policy
 
-from trl_codraft.pp import PlanUnavailable, TapPlan, bubble_share, plan_memory, split_policy
+from trl_codraft.pp import PlanUnavailable, TapPlan, bubble_share, draft_memory, plan_memory, split_policy
 from trl_codraft.pp.order import BACKWARD_TIME, FORWARD_TIME, action_ends, schedule_order
 from trl_codraft.pp.planner import saved_by_layer
 
@@ -120,6 +121,8 @@ def test_a_plan_that_does_not_fit_says_what_to_change():
         plan_memory(policy, (2, 2), memory=largest - 1, **sizes)
     with pytest.raises(ValueError, match=re.escape("roll out with a vLLM server")):
         plan_memory(policy, (2, 2), memory=1, **{**sizes, "rows": 1, "columns": 1})
+    with pytest.raises(ValueError, match=r"largest parts are draft .*draft_shard_optimizer=True"):
+        plan_memory(policy, (2, 2), memory=2**20, draft_bytes=2**20, **sizes)
     assert re.search(r"bubble 20\.0%", fits.table())
     assert len(fits.table().splitlines()) == 4
 
@@ -142,6 +145,19 @@ def test_shared_state_is_divided_by_the_ranks_that_share_it():
     for one, four in zip(alone.ranks, shared.ranks, strict=True):
         assert four.optimizer == one.optimizer / 4
         assert four.gradients == one.gradients
+
+
+def test_a_draft_takes_what_it_has_after_a_step_and_the_copy_that_rolls_out():
+    draft, _ = draft_case(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(draft.parameters())
+    for parameter in draft.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    weights = sum(parameter.nbytes for parameter in draft.parameters())
+    states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+    gradients = sum(parameter.grad.nbytes for parameter in draft.parameters())
+    assert draft_memory(draft) == weights + gradients + states
+    assert draft_memory(draft, rolls_out=True) == draft_memory(draft) + weights
 
 
 def test_the_table_shows_small_policies_in_a_unit_that_shows_them():

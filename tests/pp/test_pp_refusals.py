@@ -279,6 +279,7 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
         pipeline_schedule="1F1B",
         gradient_checkpointing=False,
         pipeline_shard_optimizer=learns,
+        draft_shard_optimizer=learns,
         world_size=8,
         use_draft=True,
         draft_train=learns,
@@ -298,7 +299,7 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
     assert planned["columns"] == columns
     assert planned["num_microbatches"] == 3 * 2 * context
     assert planned["tap_layers"] == ((0, 2) if learns else ())
-    assert planned["draft_bytes"] == (5 if learns else 4) * 6 * 4
+    assert planned["draft_bytes"] == (2 + 2 / 8 + 1 if learns else 4) * 6 * 4
 
 
 def test_an_optimizer_of_an_unknown_kind_is_not_shared():

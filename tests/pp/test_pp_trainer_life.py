@@ -1,6 +1,7 @@
 """A trainer with a pipeline that is stopped, trains again, or writes where another run has written."""
 
 import pytest
+import torch
 from group.comparison import assert_close
 from group.forked_ranks import run_script
 
@@ -30,3 +31,34 @@ def test_what_is_trainable_does_not_depend_on_stages(ranks):
 def test_a_checkpoint_replaces_the_other_kind_of_optimizer_files(ranks):
     stages = ["optimizer-00001-of-00002.pt", "optimizer-00002-of-00002.pt"]
     assert ranks[0]["files"] == [stages, ["optimizer.pt"], stages]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("shared", "alone"),
+        ("shared from alone", "alone"),
+        ("alone from shared", "shared"),
+        ("shared in parts, resumed", "shared in parts"),
+    ],
+)
+def test_shared_state_of_the_drafts_optimizer_changes_no_loss_and_no_draft(ranks, name, expected):
+    for rank in ranks:
+        ours, theirs = rank["draft"][name], rank["draft"][expected]
+        assert len(theirs["logs"]) == 2
+        for key in ("loss", "grad_norm", "draft/loss", "draft/grad_norm", "draft/learning_rate"):
+            for mine, other in zip(ours["logs"], theirs["logs"], strict=True):
+                assert_close(mine[key], other[key], (1e-6, 1e-7), key)
+        for key, weight in theirs["weights"].items():
+            assert_close(ours["weights"][key], weight, (1e-6, 1e-7), key)
+            assert torch.equal(ours["weights"][key], ranks[0]["draft"][name]["weights"][key])
+
+
+def test_each_rank_of_a_pipeline_has_the_moments_of_its_share(ranks):
+    for name, run in ranks[0]["draft"].items():
+        elements = [rank["draft"][name]["elements"] for rank in ranks]
+        total = sum(weight.numel() for weight in run["weights"].values())
+        if name.startswith("shared"):
+            assert elements == [total // 2, total - total // 2]
+        else:
+            assert elements == [total, total]

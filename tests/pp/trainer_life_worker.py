@@ -4,12 +4,14 @@ ways than one run from its start to its end, without a pipeline too, and saves w
 """
 
 import gc
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 from forked_ranks import fork_ranks
-from pp.trainer_worker import build, save_policies
+from pp.resume_worker import RolloutsOfStep
+from pp.trainer_worker import build, release, save_policies, weights_here
 from transformers import TrainerCallback
 
 from trl_codraft import CoDraftGRPOTrainer
@@ -66,8 +68,39 @@ def optimizer_files(out, world_size, size):
     return sorted(path.name for path in (out / "run" / "checkpoint-1").glob("optimizer*"))
 
 
+def shared_state_of_the_draft(out, world_size):
+    """
+    Runs with the draft's AdamW, by name: ranks of a pipeline, whether they share its state, and whose checkpoint they start
+    from.
+    """
+    case = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "dtype": "float32", "draft_weight_decay": 0.1}
+    runs = {
+        "alone": ("2", False, None),
+        "shared": ("2", True, None),
+        "shared from alone": ("2", True, "alone"),
+        "alone from shared": ("2", False, "shared"),
+        "shared in parts": ("2p", True, None),
+        "shared in parts, resumed": ("2p", True, "shared in parts"),
+    }
+    seen = {}
+    for name, (size, shares, start) in runs.items():
+        settings = {**case, "draft_shard_optimizer": shares}
+        trainer = build(settings, out, world_size, size, CLASSES, rollout_func=RolloutsOfStep())
+        trainer.train(resume_from_checkpoint=start and str(out / start))
+        torch.distributed.barrier()
+        if start is None and torch.distributed.get_rank() == 0:
+            shutil.copytree(out / "run" / "checkpoint-1", out / name)
+        torch.distributed.barrier()
+        weights = {key: weight for key, weight in weights_here(trainer).items() if key.startswith("draft.")}
+        moments = [state["exp_avg"].numel() for state in trainer.draft_trainer.optimizer.state.values()]
+        seen[name] = {"weights": weights, "elements": sum(moments), "logs": trainer.state.log_history[:-1]}
+        release(trainer)
+    return seen
+
+
 def run(rank, world_size, out):
     seen = {size: stopped_and_again(out, world_size, size) for size in ("1", "2")}
+    seen["draft"] = shared_state_of_the_draft(out, world_size)
     return {**seen, "files": [optimizer_files(out, world_size, size) for size in ("2", "1", "2")]}
 
 

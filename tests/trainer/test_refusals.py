@@ -234,6 +234,14 @@ def test_save_steps_off_the_generation_window_warn(tmp_path, caplog):
     assert any("`save_steps=1` does not fall on the boundary" in record.getMessage() for record in caplog.records)
 
 
+def test_state_that_no_ranks_can_share_is_without_effect(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        trainer = codraft_trainer(tmp_path, draft_shard_optimizer=True, draft_pretrain_steps=1)
+    assert caplog.messages == ["`draft_shard_optimizer=True` has no effect: there is one process."]
+    trainer.train()
+    assert type(trainer.draft_trainer.optimizer) is torch.optim.AdamW
+
+
 @pytest.mark.parametrize(
     ("tap_layers", "message"),
     [([1, 2, 9], f"do not exist.*to {SIZES['num_hidden_layers']}"), ([2, 1], "ascending"), ([], "at least one")],

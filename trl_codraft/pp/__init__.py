@@ -18,7 +18,7 @@ from .message import TapChannelError, TapMismatch, TapTimeout
 from .order import Action, required_slots, schedule_order
 from .part import WholeStream, align_parts, load_part, send_embedding
 from .plan import Tap, TapPlan
-from .planner import PipelineMemory, PlanUnavailable, RankMemory, bubble_share, plan_memory
+from .planner import PipelineMemory, PlanUnavailable, RankMemory, bubble_share, draft_memory, plan_memory
 from .replica import PolicyReplica
 from .rows import Rows, pad_microbatches
 from .schedule import Microbatch, Pipeline
@@ -67,6 +67,7 @@ __all__ = [
     "balance_layers",
     "bubble_share",
     "clip_grad_norm",
+    "draft_memory",
     "has_stage_files",
     "head_cost_of",
     "keep_stages",

@@ -32,7 +32,7 @@ ADVICE = {
     "activations": "set `gradient_checkpointing=True`, lower `per_device_train_batch_size`, raise "
     "`context_parallel_size`, or use the 1F1B schedule",
     "taps": "tap fewer layers, or lower `gradient_accumulation_steps` or `per_device_train_batch_size`",
-    "draft": "use a smaller draft (`draft_vocab_size`), or give the last stage fewer layers",
+    "draft": "set `draft_shard_optimizer=True`, use a smaller draft (`draft_vocab_size`), or give the last stage fewer layers",
     "replica": "roll out with a vLLM server instead of a replica per rank",
 }
 
@@ -108,6 +108,22 @@ def bubble_share(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
     return (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
 
 
+def draft_memory(draft: nn.Module, *, sharers: int = 1, rolls_out: bool = False) -> int:
+    """
+    Bytes that a rank has of a draft that learns: weights, gradients, two moments, and the copy that rolls out.
+
+    Args:
+        draft ([`Eagle3DraftModel`]):
+            On any device.
+        sharers (`int`, *optional*, defaults to `1`):
+            Ranks that share the moments: see [`ShardedAdamW`].
+        rolls_out (`bool`, *optional*, defaults to `False`):
+            Whether there is that copy; it is taken to have the draft's dtype.
+    """
+    weights = sum(parameter.nbytes for parameter in draft.parameters())
+    return (3 if rolls_out else 2) * weights - (-2 * weights // sharers)
+
+
 def plan_memory(
     policy: nn.Module,
     layers_per_stage: Sequence[int],
@@ -146,7 +162,7 @@ def plan_memory(
         state_sharers (`int`, *optional*, defaults to `1`):
             Ranks that share the optimizer's state of a stage: see [`SharedOptimizer`].
         draft_bytes (`int`, *optional*, defaults to `0`):
-            The draft with its optimizer state and what its training takes.
+            Of the draft: see [`draft_memory`].
         draft_everywhere (`bool`, *optional*, defaults to `False`):
             Whether every rank holds the draft, not only that of the last stage.
         replica (`bool`, *optional*, defaults to `True`):
