@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import broadcast
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
@@ -249,7 +250,10 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             self._last_loaded_step = -1
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, reduction="sum")
+        """In place: of a large draft's gradients there is no room for a copy."""
+        if self.accelerator.num_processes > 1:
+            dist.all_reduce(tensor)
+        return tensor
 
     # Training the draft inside the step
 

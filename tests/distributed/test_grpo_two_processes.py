@@ -83,6 +83,10 @@ def test_a_checkpoint_of_shared_state_goes_on_with_and_without(ranks, run):
         assert rank[run]["elements"] == rank["shared" if run.startswith("shared") else "drafting"]["elements"]
 
 
+def test_sums_over_ranks_take_no_second_copy(ranks):
+    assert [rank["summed in place"] for rank in ranks] == [[2.0] * 3] * 2
+
+
 def test_the_best_model_comes_with_its_shared_state(ranks):
     for rank in ranks:
         best, saved = rank["best"], rank["saved"]
