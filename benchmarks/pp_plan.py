@@ -5,11 +5,13 @@ vLLM server). Calculated from shapes, nothing is run: see `trl_codraft/pp/planne
 
 By default the shape of Mistral-Large-Instruct-2411 (123B weights, 88 layers) on 2 nodes of 8 GPUs of 131 GiB (H200),
 bfloat16, microbatches of one row of 8,192 tokens, one micro-step, gradient checkpointing, a draft of the full vocabulary on every rank.
+Below each table, what it comes to where all ranks share the state of the draft's optimizer (`draft_shard_optimizer`).
 
     python benchmarks/pp_plan.py
 """
 
 import argparse
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -17,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.pp.planner import plan_memory
+from trl_codraft.pp.planner import PipelineMemory, draft_memory, plan_memory
 from trl_codraft.pp.split import balance_layers, head_cost_of
 
 
@@ -45,6 +47,11 @@ def bytes_of_parts(policy, layers: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(sum(p.nbytes for p in stage), sum(p.nbytes for p in stage if p.requires_grad)) for stage in stages]
 
 
+def verdict(plan: PipelineMemory, memory: float) -> str:
+    most = max(rank.total for rank in plan.ranks) / 2**30
+    return f"at most {most:.1f} GiB, {'fits' if most < memory else 'does not fit'} in {memory:.0f} GiB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--gpus", type=int, default=16)
@@ -55,8 +62,6 @@ def main() -> None:
     config = MistralConfig(**SHAPE)
     with torch.device("meta"):
         draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(config))
-    # fp32 weights, gradients and two moments.
-    draft_bytes = 4 * sum(parameter.numel() * 4 for parameter in draft.parameters())
     print(f"draft of {sum(p.numel() for p in draft.parameters()) / 1e9:.2f}B weights, taps {draft.config.tap_layers}")
     cases = [
         SimpleNamespace(name="all weights, p = 16", ranks=args.gpus, lora=False),
@@ -68,7 +73,8 @@ def main() -> None:
             policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             layers = balance_layers(config.num_hidden_layers, case.ranks, head_cost=head_cost_of(policy))
             adapted = get_peft_model(policy, LoraConfig(r=16, target_modules="all-linear")) if case.lora else policy
-        plan = plan_memory(
+        plan_with = partial(
+            plan_memory,
             policy,
             layers,
             num_ranks=case.ranks,
@@ -78,15 +84,15 @@ def main() -> None:
             tap_layers=draft.config.tap_layers,
             gradient_checkpointing=True,
             state_sharers=args.gpus // case.ranks,
-            draft_bytes=draft_bytes,
             draft_everywhere=True,
             replica=False,
             parts=bytes_of_parts(adapted, layers),
         )
-        most = max(rank.total for rank in plan.ranks) / 2**30
-        verdict = "fits" if most < args.memory else "does not fit"
-        print(f"\n{case.name}, layers {list(layers)}: at most {most:.1f} GiB, {verdict} in {args.memory:.0f} GiB")
+        plan = plan_with(draft_bytes=draft_memory(draft))
+        print(f"\n{case.name}, layers {list(layers)}: {verdict(plan, args.memory)}")
         print(plan.table())
+        shared = plan_with(draft_bytes=draft_memory(draft, sharers=args.gpus))
+        print(f"draft_shard_optimizer: draft {shared.ranks[0].draft / 2**30:.2f}; {verdict(shared, args.memory)}")
 
 
 if __name__ == "__main__":
