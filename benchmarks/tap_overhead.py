@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_codraft.pp import GlooTransport, Pipeline, SharedMemoryTransport, TapChannel, TapPlan, split_policy
 from trl_codraft.pp import schedule as pp_schedule
+from trl_codraft.pp.transport import HostCopies
 
 
 ARMS = ("off", "shared memory", "gloo", "relay", "blocking")
@@ -112,7 +113,7 @@ class BlockingChannel(TapChannel):
         self._active = False
 
 
-class _Unconnected:
+class _Unconnected(HostCopies):
     """Stands for a transport where none is used."""
 
     def __init__(self, group):

@@ -117,7 +117,7 @@ def test_copies_of_a_hooked_layer_hand_nothing_to_the_channel(duplicate, output)
 
 def test_gloo_transport_refuses_other_backends(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
-    with pytest.raises(ValueError, match="gloo.*nccl.*not supported yet"):
+    with pytest.raises(ValueError, match="gloo.*nccl.*through host memory"):
         GlooTransport(None)
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .lane import SinkEnd, SourceEnd
 from .message import HEADER_BYTES, Header, Kind, TapChannelError, TapMismatch, TapTimeout
 from .plan import Lane
-from .transport import gather_from_all
+from .transport import HostCopies, gather_from_all
 
 
 # Size of a note of the draft's rank: a header, and room for the reason of a failure.
@@ -34,7 +34,7 @@ LAST_WORDS = 0.25
 LOOK = 0.25
 
 
-class GlooTransport:
+class GlooTransport(HostCopies):
     """
     Between processes on any hosts.
 
@@ -51,7 +51,7 @@ class GlooTransport:
         if dist.get_backend(group) != "gloo":
             raise ValueError(
                 f"Taps travel over gloo, but the group is of the {dist.get_backend(group)} backend. Make one with "
-                "`torch.distributed.new_group(ranks, backend='gloo')`; taps on a GPU are not supported yet."
+                "`torch.distributed.new_group(ranks, backend='gloo')`, for taps of a GPU too: they travel through host memory."
             )
         self.group = group
         self.rank = dist.get_rank(group)

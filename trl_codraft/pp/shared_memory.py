@@ -1,45 +1,24 @@
 """
-Tap transport between processes of one host: payloads in shared memory, headers over sockets.
+Tap transport between processes of one host: payloads in shared memory.
 
-The draft's rank makes one ring of landing slots per lane, in a `memfd`, and hands it to the source over a socket. A source
-copies taps into a slot and then sends a header: the two system calls order the memory, and `poll` gives a wait its
-deadline. Emptied slots come back as headers too. Sockets have kernel-made abstract addresses, memory has no name, and
-processes are watched through `pidfd`s, so nothing is left behind when all of them are killed.
+A ring of landing slots is a `memfd`, which has no name, handed over a socket. A source copies taps into a slot and then sends
+the header: the two system calls order the memory.
 """
 
 import array
 import mmap
 import os
-import select
-import socket
-import struct
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from .lane import SinkEnd, SourceEnd
-from .message import HEADER_BYTES, Header, Kind, TapChannelError, TapMismatch, TapTimeout
-from .plan import Lane
-from .transport import gather_from_all
+from .message import Header, Kind, TapMismatch
+from .sockets import SocketTransport
+from .transport import HostCopies
 
 
-# Longest text of a failure that travels, in bytes.
-MAX_TEXT = 2000
-# Seconds that a process may take to end after its connections broke.
-DYING = 0.5
-# A ring that was too small is replaced by one with this much to spare.
-GROWTH = 1.25
-PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-
-class SharedMemoryTransport:
+class SharedMemoryTransport(HostCopies, SocketTransport):
     """
-    Between processes of one host (and one container).
+    Between processes of one host (and one container), for taps in host memory.
 
     Args:
         group (`ProcessGroup`):
@@ -49,249 +28,28 @@ class SharedMemoryTransport:
         ValueError: in `connect`, if the processes cannot share memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self._poll = select.poll()
-        self._sockets: dict[int, socket.socket] = {}
-        self._pidfds: dict[int, int] = {}
-        self._rank_of_fd: dict[int, int] = {}
-        self._departed: set[int] = set()
-        self._sources: dict[int, SourceEnd] = {}
-        self._sinks: dict[int, SinkEnd] = {}
-        self._rings: dict[int, _Ring] = {}
-        self._inbox: dict[int, deque[bytes]] = {}
-        self._peer_of_stage: dict[int, int] = {}
-
-    # -------------------------------------------------------------------------------------------------- set-up
-
-    def connect(self, lanes: Sequence[Lane], fingerprint: int, timeout: float) -> None:
-        listener = None
-        if any(lane.sink == self.rank for lane in lanes):
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            listener.bind("")  # the kernel picks an abstract address that no file system knows
-            listener.listen(len(lanes))
-        place = {"host": _place(), "pid": os.getpid(), "address": listener and listener.getsockname()}
-        everyone = gather_from_all(self.group, place, fingerprint)
-        hosts = [theirs["host"] for theirs in everyone]
-        if len(set(hosts)) > 1:
-            raise ValueError(
-                f"Shared memory reaches the processes of one host and container, but the ranks run on {hosts}. Use "
-                "`GlooTransport`."
-            )
-        self._pids = [theirs["pid"] for theirs in everyone]
-        for lane in lanes:
-            if self.rank == lane.sink:
-                self._sinks[lane.stage] = SinkEnd(lane.slots)
-                self._inbox[lane.stage] = deque()
-                self._peer_of_stage[lane.stage] = lane.source
-            elif self.rank == lane.source:
-                self._sources[lane.stage] = SourceEnd(lane.slots)
-                self._peer_of_stage[lane.stage] = lane.sink
-        if listener is not None:
-            for _ in {lane.source for lane in lanes}:
-                self._accept(listener, timeout)
-            listener.close()
-        for sink in {self._peer_of_stage[stage] for stage in self._sources}:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(timeout)
-            connection.connect(everyone[sink]["address"])
-            self._watch(sink, connection)
-        for rank, pid in enumerate(self._pids):
-            if rank != self.rank and rank not in self._pidfds:
-                self._pidfds[rank] = os.pidfd_open(pid)  # of no lane, but it may be why another rank fails
-
-    def _accept(self, listener: socket.socket, timeout: float) -> None:
-        """Takes the connection of one source; who it is, the kernel says."""
-        listener.settimeout(timeout)
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(self._peer_of_stage.values()) - set(self._sockets))
-            raise TapTimeout(f"rank(s) {missing} did not connect to rank {self.rank} within {timeout:g} s") from None
-        pid, uid, _ = PEER_CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
-        )
-        if uid != os.getuid() or pid not in self._pids:
-            raise TapChannelError(f"a process that is no rank (pid {pid}, user {uid}) connected to rank {self.rank}")
-        self._watch(self._pids.index(pid), connection)
-
-    def _watch(self, rank: int, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._sockets[rank] = connection
-        # A closed socket is no proof of life or death: forked workers of a dead process keep its sockets open.
-        self._pidfds[rank] = os.pidfd_open(self._pids[rank])
-        for fd in (connection.fileno(), self._pidfds[rank]):
-            self._rank_of_fd[fd] = rank
-            self._poll.register(fd, select.POLLIN)
-
-    # --------------------------------------------------------------------------------------------------- steps
-
-    def begin_step(self, sizes: Mapping[int, Sequence[int]], digest: int, timeout: float) -> None:
-        for stage, end in self._sinks.items():
-            needed = max(sizes[stage])
-            if not self._has_ring(stage, needed):
-                ring, fd = _Ring.create(end.slots, int(needed * GROWTH) if stage in self._rings else needed)
-                self._rings[stage] = ring
-                self._send(self._peer_of_stage[stage], Header(Kind.RING, stage=stage, num_bytes=ring.slot_bytes), fd)
-                os.close(fd)
-        for stage in self._sources:
-            is_large_enough = partial(self._has_ring, stage, max(sizes[stage]))
-            self._wait(is_large_enough, stage, timeout, "make landing slots")
-
-    def _has_ring(self, stage: int, slot_bytes: int) -> bool:
-        return stage in self._rings and self._rings[stage].slot_bytes >= slot_bytes
-
     def reserve(self, stage: int, num_bytes: int, timeout: float) -> torch.Tensor:
-        end = self._sources[stage]
-        self._wait(lambda: end.has_free_slot, stage, timeout, "empty a landing slot")
-        return self._rings[stage].slot(end.slot)[:num_bytes]
-
-    def slot(self, stage: int) -> int:
-        return (self._sources.get(stage) or self._sinks[stage]).slot
-
-    def publish(self, stage: int, header: Header) -> None:
-        self._sources[stage].publish()
-        self._send(self._peer_of_stage[stage], header)
+        return self._rings[stage].slot(self._await_slot(stage, timeout))[:num_bytes]
 
     def receive(self, stage: int, timeout: float) -> tuple[bytes, torch.Tensor]:
-        inbox = self._inbox[stage]
-        self._wait(lambda: inbox, stage, timeout, "send taps")
-        return inbox.popleft(), self._rings[stage].slot(self._sinks[stage].slot)
+        return self._next_header(stage, timeout), self._rings[stage].slot(self._sinks[stage].slot)
 
-    def release(self, stage: int) -> None:
-        sequence = self._sinks[stage].release()
-        self._send(self._peer_of_stage[stage], Header(Kind.CREDIT, sequence=sequence, stage=stage))
+    def _offer_ring(self, stage: int, slots: int, slot_bytes: int) -> None:
+        ring, fd = _SharedRing.create(slots, slot_bytes)
+        self._rings[stage] = ring
+        header = Header(Kind.RING, stage=stage, num_bytes=ring.slot_bytes)
+        self._send(self._peer_of_stage[stage], header, fd=fd)
+        os.close(fd)
 
-    def end_step(self, timeout: float) -> None:
-        for stage, end in self._sources.items():
-            self._wait(lambda end=end: end.idle, stage, timeout, "take the last taps")
-
-    # -------------------------------------------------------------------------------------------------- events
-
-    def _send(self, rank: int, header: Header, fd: int | None = None) -> None:
-        """One datagram. There are never more under way than slots, which the socket's buffer holds."""
-        ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        try:
-            self._sockets[rank].sendmsg([header.pack()], ancillary)
-        except (BrokenPipeError, ConnectionResetError):
-            # What it said before it went is still there to be read.
-            self._read(rank)
-            self._raise_gone(rank)
-
-    def _wait(self, ready: Callable[[], object], stage: int, timeout: float, what: str) -> None:
-        """Handles what arrives, on any lane, until something is ready."""
-        peer = self._peer_of_stage[stage]
-        deadline = time.monotonic() + timeout
-        while not ready():
-            if peer in self._departed:
-                raise TapChannelError(f"rank {peer} closed the channel when rank {self.rank} waited for it to {what}")
-            remaining = deadline - time.monotonic()
-            events = self._poll.poll(max(0.0, remaining) * 1000)
-            if not events and remaining <= 0:
-                raise TapTimeout(
-                    f"rank {self.rank} waited {timeout:g} s for rank {peer} to {what} (lane of stage {stage})"
-                )
-            for rank in {self._rank_of_fd[fd] for fd, _ in events}:
-                self._read(rank)
-
-    def _read(self, rank: int) -> None:
-        """Everything that a rank has sent; then, whether it still lives."""
-        while True:
-            try:
-                content, ancillary, _, _ = self._sockets[rank].recvmsg(
-                    HEADER_BYTES + MAX_TEXT, socket.CMSG_SPACE(array.array("i").itemsize)
-                )
-            except BlockingIOError:
-                break
-            except ConnectionResetError:
-                continue  # said once, before what is still there to be read
-            if not content:
-                if rank not in self._departed:
-                    self._raise_gone(rank)
-                break
-            try:
-                self._handle(rank, content, ancillary)
-            except TapMismatch as error:
-                raise TapMismatch(f"from rank {rank}: {error}") from error
-            if rank in self._departed:
-                return
-        if _readable([self._pidfds[rank]], 0.0):
-            self._raise_gone(rank)
-
-    def _handle(self, rank: int, content: bytes, ancillary: list) -> None:
-        header = Header.unpack(content[:HEADER_BYTES])
-        if header.kind == Kind.TAPS:
-            self._require_lane(self._sinks, rank, header)
-            self._inbox[header.stage].append(content)
-        elif header.kind == Kind.CREDIT:
-            self._require_lane(self._sources, rank, header)
-            self._sources[header.stage].credit(header.sequence)
-        elif header.kind == Kind.RING:
-            self._require_lane(self._sources, rank, header)
-            fd = array.array("i", ancillary[0][2])[0]
-            self._rings[header.stage] = _Ring(fd, self._sources[header.stage].slots, header.num_bytes)
-            os.close(fd)
-        elif header.kind == Kind.FAILURE:
-            raise TapChannelError(f"rank {rank} gave up: {content[HEADER_BYTES:].decode(errors='replace')}")
-        else:
-            self._departed.add(rank)
-            for fd in (self._sockets[rank].fileno(), self._pidfds[rank]):
-                self._poll.unregister(fd)
-
-    def _require_lane(self, ends: Mapping[int, object], rank: int, header: Header) -> None:
-        if header.stage not in ends or self._peer_of_stage[header.stage] != rank:
-            raise TapMismatch(
-                f"rank {rank} sent {header.kind.name} for stage {header.stage}, which is no lane of it here"
-            )
-
-    def _raise_gone(self, rank: int) -> None:
-        stages = [stage for stage, peer in self._peer_of_stage.items() if peer == rank]
-        raise TapChannelError(
-            f"rank {rank} is gone: its process ended or closed its socket (lanes of stages {stages})"
-        )
-
-    # ----------------------------------------------------------------------------------------------------- end
-
-    def dead_ranks(self) -> list[int]:
-        # A process that ends closes its connections a little before it counts as ended.
-        dead = _readable(self._pidfds.values(), DYING)
-        return [rank for rank, fd in self._pidfds.items() if fd in dead]
-
-    def fail(self, text: str) -> None:
-        content = Header(Kind.FAILURE).pack() + text.encode()[:MAX_TEXT]
-        for connection in self._sockets.values():
-            try:
-                connection.send(content)
-            except OSError:
-                continue  # it is gone, or full of messages that it does not read
-
-    def close(self) -> None:
-        for connection in self._sockets.values():
-            try:
-                connection.send(Header(Kind.GOODBYE).pack())
-            except OSError:
-                pass  # it went first
-            connection.close()
-        for fd in self._pidfds.values():
-            os.close(fd)
-        self._sockets, self._pidfds, self._rings = {}, {}, {}
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the landing slots that this rank has mapped."""
-        return sum(ring.slots * ring.slot_bytes for ring in self._rings.values())
+    def _take_ring(self, header: Header, content: bytes, ancillary: list) -> None:
+        if header.stage not in self._sources:
+            raise TapMismatch(f"a ring came for stage {header.stage}, which does not send from here")
+        fd = array.array("i", ancillary[0][2])[0]
+        self._rings[header.stage] = _SharedRing(fd, self._sources[header.stage].slots, header.num_bytes)
+        os.close(fd)
 
 
-def _readable(fds: Iterable[int], seconds: float) -> set[int]:
-    """Those of some file descriptors, of any number, that can be read, or a first one within some seconds."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(1000 * seconds)}
-
-
-class _Ring:
+class _SharedRing:
     """Landing slots of a lane in shared memory."""
 
     def __init__(self, fd: int, slots: int, slot_bytes: int):
@@ -301,7 +59,7 @@ class _Ring:
         self._memory = torch.frombuffer(mmap.mmap(fd, slots * slot_bytes), dtype=torch.uint8)
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int) -> tuple["_Ring", int]:
+    def create(cls, slots: int, slot_bytes: int) -> tuple["_SharedRing", int]:
         """A new ring and its file descriptor."""
         slot_bytes = max(1, -(-slot_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         fd = os.memfd_create("taps")
@@ -311,9 +69,3 @@ class _Ring:
 
     def slot(self, index: int) -> torch.Tensor:
         return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
-
-
-def _place() -> str:
-    """Same on two processes iff they can reach each other's sockets and see each other's process ids."""
-    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
-    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])

@@ -40,16 +40,17 @@ class TapChannel:
         stage (`int` or `Sequence[int]`):
             The (virtual) stages that this rank runs.
         transport ([`Transport`]):
-            A new [`SharedMemoryTransport`] or [`GlooTransport`] over the ranks of the pipeline.
+            A new one over the ranks of the pipeline: [`CudaTransport`], [`SharedMemoryTransport`] or [`GlooTransport`].
         timeout (`float`, *optional*, defaults to `300.0`):
             Seconds after which a rank that waits for another gives up. It must exceed the time that a rank may
             legitimately be behind, such as the first step's compilation.
         device (`torch.device`, *optional*):
-            Where captured taps are and taken ones are wanted. Taps travel in host memory: on a GPU each is copied there
-            when it is captured and back when it is taken, and the forward waits for its copy. If `None`, the CPU.
+            Where captured taps are and taken ones are wanted. If that is not where the transport has them, each is copied
+            when it is captured and again when it is taken, and the forward waits for its copy. If `None`, the CPU.
 
     Raises:
         ValueError: on all ranks alike if their plans differ; if the plan does not give this rank these stages.
+        TransportUnavailable: on all ranks alike if the transport finds that taps cannot travel by it.
     """
 
     def __init__(
@@ -196,11 +197,11 @@ class TapChannel:
                 Id of the tap, and the hidden state. It is copied, so it may change afterwards.
         """
         scope = self._scope
-        if scope is None or layer in scope.seen:
+        if scope is None:
+            raise RuntimeError(f"Tap {layer} was captured outside `forward`.")
+        if layer in scope.seen:
             raise RuntimeError(
-                f"Tap {layer} was captured outside `forward`."
-                if scope is None
-                else f"Tap {layer} of microbatch {scope.microbatch} was captured twice in one forward: its layer ran twice."
+                f"Tap {layer} of microbatch {scope.microbatch} was captured twice in one forward: its layer ran twice."
             )
         taps = {tap.layer: tap for tap in self.plan.taps_of(scope.stage)}
         if layer not in taps:
@@ -217,12 +218,13 @@ class TapChannel:
             )
         if scope.views is None:
             scope.views = self._space_for(scope)
-        scope.views[layer].copy_(hidden)
+        self.transport.pack(scope.views[layer], hidden)
         scope.seen.add(layer)
 
     def take(self, microbatch: int) -> list[torch.Tensor]:
         """
-        The taps of a microbatch, on the draft's rank, once each, in any order after the last stage's forward of it.
+        The taps of a microbatch, on the draft's rank, once each, in any order after the last stage's forward of it. On a
+        GPU they are for the current stream.
 
         Args:
             microbatch (`int`):
@@ -249,6 +251,8 @@ class TapChannel:
                     f"The taps of layers {missing} of microbatch {microbatch} were not captured yet on this rank: call "
                     "`take` after the last stage's forward."
                 )
+            for lane in self.plan.lanes:
+                self.transport.hand_over(lane.stage, microbatch, taps[self.plan.taps_of(lane.stage)[0].layer])
             return [taps[tap.layer].to(self.device) for tap in self.plan.taps]
 
     def discard(self) -> None:
@@ -313,9 +317,9 @@ class TapChannel:
                 slot = self._timed(self.transport.reserve, scope.stage, num_bytes, self._patience)
             return self.plan.views(scope.stage, rows, slot)
         queued = self._queue.setdefault(scope.microbatch, {})
-        views = {tap.layer: torch.empty(tap.shape(rows), dtype=tap.dtype) for tap in self.plan.taps_of(scope.stage)}
-        queued.update(views)
-        return views
+        for tap in self.plan.taps_of(scope.stage):
+            queued[tap.layer] = torch.empty(tap.shape(rows), dtype=tap.dtype, device=self.transport.device)
+        return queued
 
     def _finish(self, scope: ForwardTaps) -> None:
         """After a forward: its taps are complete and go their way."""
@@ -359,9 +363,7 @@ class TapChannel:
                     content, payload = self._timed(self.transport.receive, lane.stage, self._patience)
                     expected = self._header(lane.stage, current)
                     Header.unpack(content).require(expected)
-                # One copy of the whole message; the taps look into it.
-                message = payload[: expected.num_bytes].clone()
-                self.transport.release(lane.stage)
+                message = self.transport.collect(expected, payload)
                 self._sequence[lane.stage] += 1
                 taps.update(self.plan.views(lane.stage, self._shapes[current], message))
             self._drained += 1
