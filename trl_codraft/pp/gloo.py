@@ -13,7 +13,7 @@ Completion is learned by waiting only: gloo's point-to-point work reports `is_co
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -162,10 +162,18 @@ class _End:
             self.buffers = torch.empty(self.lane.slots, HEADER_BYTES + max(sizes), dtype=torch.uint8)
 
     def send(self, content: torch.Tensor, tag: int) -> dist.Work:
-        return dist.isend(content, group=self.group, group_dst=self.peer, tag=tag)
+        return self.start(dist.isend, content, group_dst=self.peer, tag=tag)
 
     def expect(self, content: torch.Tensor, tag: int) -> dist.Work:
-        return dist.irecv(content, group=self.group, group_src=self.peer, tag=tag)
+        return self.start(dist.irecv, content, group_src=self.peer, tag=tag)
+
+    def start(self, operation: Callable[..., dist.Work], content: torch.Tensor, **named: int) -> dist.Work:
+        try:
+            return operation(content, group=self.group, **named)
+        except RuntimeError as error:
+            raise TapChannelError(
+                f"the connection to rank {self.peer} is broken (lane of stage {self.lane.stage}): {error}"
+            ) from error
 
     def wait(self, work: dist.Work, timeout: float, what: str) -> None:
         start = time.monotonic()
@@ -300,8 +308,8 @@ class _Sink(_End):
             self.wait(work, timeout, "end the step")
 
     def fail(self, text: str) -> None:
-        if len(self.notes) == 1:
-            self.note(Header(Kind.FAILURE, stage=self.lane.stage), text)
+        # In place of the note that the source waits for next: that of the step's end, or of the next one's beginning.
+        self.note(Header(Kind.FAILURE, stage=self.lane.stage), text)
 
 
 def _as_tensor(content: bytes) -> torch.Tensor:
