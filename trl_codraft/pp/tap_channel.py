@@ -363,7 +363,7 @@ class TapChannel:
                     content, payload = self._timed(self.transport.receive, lane.stage, self._patience)
                     expected = self._header(lane.stage, current)
                     Header.unpack(content).require(expected)
-                message = self.transport.collect(expected, payload)
+                    message = self.transport.collect(expected, payload)
                 self._sequence[lane.stage] += 1
                 taps.update(self.plan.views(lane.stage, self._shapes[current], message))
             self._drained += 1
