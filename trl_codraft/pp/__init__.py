@@ -12,6 +12,7 @@ from .checkpoint import (
     save_optimizer,
     save_policy,
 )
+from .cuda import CudaTransport
 from .gloo import GlooTransport
 from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
@@ -41,6 +42,7 @@ from .view import Shard, StageContext, StageView
 
 __all__ = [
     "Action",
+    "CudaTransport",
     "GlooTransport",
     "Microbatch",
     "Pipeline",

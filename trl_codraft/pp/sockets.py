@@ -288,7 +288,10 @@ class SocketTransport(ABC):
         while rank not in self._departed and time.monotonic() < deadline:
             ready = _readable([connection.fileno(), self._pidfds[rank]], deadline - time.monotonic())
             if connection.fileno() in ready:
-                content = connection.recv(HEADER_BYTES + MAX_TEXT)
+                try:
+                    content = connection.recv(HEADER_BYTES + MAX_TEXT)
+                except ConnectionResetError:
+                    continue  # said once, as in `_read`
                 if not content or Header.unpack(content[:HEADER_BYTES]).kind == Kind.GOODBYE:
                     return True
             elif ready:
