@@ -73,8 +73,10 @@ class EmulatedEvent:
         return self._counters[1] >= self._counters[0]
 
     def wait_until(self, number):
+        pause = 0.0002
         while self._counters[1] < number:
-            time.sleep(0.0002)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
 
 
 class _Block:

@@ -1,11 +1,14 @@
 """The transports of GPUs between processes, on GPUs that are emulated: late streams, events and memory of other processes."""
 
+from itertools import product
+
 import emulated_worker
 import pytest
 import tap_fault_worker
 import torch
 from emulated_device import CPU, EmulatedCalls
-from forked import run_script, succeeded
+from forked import TESTS, run_script, succeeded
+from prepared import run_prepared
 
 from trl_codraft.pp.cuda_calls import CudaCalls
 from trl_codraft.pp.side_copies import Staging
@@ -24,15 +27,12 @@ def outcomes(folder):
     return run_script("emulated_worker.py", folder)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    "case",
+    ("transport", "case"),
     [
-        "changing shapes, 2 ranks",
-        "changing shapes, 4 ranks",
-        "interleaved",
-        "interleaved, fewest slots",
-        "one slot, GPipe",
+        *product(TRANSPORTS, ["changing shapes, 2 ranks", "interleaved, fewest slots", "one slot, GPipe"]),
+        ("CUDA", "changing shapes, 4 ranks"),
+        ("CUDA", "interleaved"),
     ],
 )
 def test_every_tap_arrives_to_the_bit_and_crosses_once(outcomes, transport, case):
@@ -51,16 +51,14 @@ def test_taps_can_be_taken_while_their_copies_are_late(outcomes, transport, case
     assert set(left) == {0}  # and when all have closed, no slot is left in a GPU's memory
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_recomputed_forwards_and_evaluations_send_nothing(outcomes, transport):
-    results = succeeded(outcomes[transport, "recomputation"])
+def test_recomputed_forwards_and_evaluations_send_nothing(outcomes):
+    results = succeeded(outcomes["CUDA", "recomputation"])
     assert [epoch for epoch, _ in results] == [3, 3]
     assert results[1][1] == [True] * 6
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_step_does_not_begin_over_taps_that_nobody_took(outcomes, transport):
-    _, (queued, after, message) = succeeded(outcomes[transport, "leftovers"])
+def test_step_does_not_begin_over_taps_that_nobody_took(outcomes):
+    _, (queued, after, message) = succeeded(outcomes["CUDA", "leftovers"])
     assert queued > 0
     assert after == 0
     assert "the taps of microbatches [0, 1] were not taken" in message
@@ -81,7 +79,7 @@ def test_rank_that_is_killed_ends_all_soon_and_is_named(outcomes, transport, cas
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forwards_do_not_wait_for_copies(outcomes, transport):
     (source, step), (sink, _) = succeeded(outcomes[transport, "slow copies"])
-    # Three copies of a second each: the host waits at the end of the step.
+    # Three copies: the host waits at the end of the step.
     assert source < 0.5 * emulated_worker.SLOW_COPY
     assert step > 2 * emulated_worker.SLOW_COPY
     if transport == "CUDA":
@@ -168,3 +166,12 @@ def test_soak_on_emulated_gpus(tmp_path):
         for grown, files in succeeded(ranks):
             assert grown < 12 * 2**20
             assert files <= 0
+
+
+def test_check_of_the_channel_on_gpus_runs_on_emulated_ones():
+    script = TESTS.parent / "benchmarks" / "gpu_tap_check.py"
+    done = run_prepared(script, "--emulate", paths=[TESTS.parent], timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("every tap right") == 8
+    assert "a channel opens with CudaTransport" in done.stdout
+    assert done.stdout.count("forwards ") == 8

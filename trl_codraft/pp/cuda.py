@@ -64,8 +64,8 @@ class CudaTransport(SocketTransport):
         calls: Callable[[torch.device], CudaCalls] = CudaCalls,
     ):
         super().__init__(group)
-        self.device = device
         self._calls = calls(device)
+        self.device = self._calls.device
         self._copies = SideCopies(self._calls)
         self._staging: dict[int, Staging] = {}
         self._filled: dict[int, list] = {}
@@ -79,6 +79,7 @@ class CudaTransport(SocketTransport):
         handles = self._together(self._make_events)
         self._together(partial(self._open_events, handles))
         self._together(partial(self._probe, min(timeout, PROBE_SECONDS)))
+        self._sized.clear()  # the probe's is no size to grow from
 
     def _together(self, act: Callable[[], Any]) -> list[Any]:
         """What an act returns on every rank; if it fails on one, all give up."""

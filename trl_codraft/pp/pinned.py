@@ -46,8 +46,8 @@ class PinnedTransport:
     def __init__(self, inner: Transport, device: torch.device, calls: Callable[[torch.device], CudaCalls] = CudaCalls):
         self.inner = inner
         self.rank = inner.rank
-        self.device = device
         self._calls = calls(device)
+        self.device = self._calls.device
         self._copies = SideCopies(self._calls)
         self._lanes: dict[int, _Outgoing] = {}
         self._publisher = _Publisher()

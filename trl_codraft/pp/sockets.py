@@ -69,6 +69,7 @@ class SocketTransport(ABC):
         self._sources: dict[int, SourceEnd] = {}
         self._sinks: dict[int, SinkEnd] = {}
         self._rings: dict[int, Ring] = {}
+        self._sized: set[int] = set()  # lanes whose ring had the size of a step
         self._inbox: dict[int, deque[bytes]] = {}
         self._peer_of_stage: dict[int, int] = {}
 
@@ -140,7 +141,8 @@ class SocketTransport(ABC):
         for stage, end in self._sinks.items():
             needed = max(sizes[stage])
             if not self._has_ring(stage, needed):
-                self._offer_ring(stage, end.slots, int(needed * GROWTH) if stage in self._rings else needed)
+                self._offer_ring(stage, end.slots, int(needed * GROWTH) if stage in self._sized else needed)
+                self._sized.add(stage)
         for stage in self._sources:
             is_large_enough = partial(self._has_ring, stage, max(sizes[stage]))
             self._wait(is_large_enough, stage, timeout, "make landing slots")
