@@ -5,6 +5,7 @@ parameter, and kept in step where two ranks hold the same tensor.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -92,10 +93,28 @@ def send_embedding(policy: nn.Module, group: dist.ProcessGroup) -> None:
     if rank not in (0, last) or last == 0:
         return
     weight = policy.get_input_embeddings().weight.data
-    if rank == 0:
-        dist.send(weight, group=group, group_dst=last)
-    else:
-        dist.recv(weight, group=group, group_src=0)
+    with naming(last if rank == 0 else 0, "the input embedding"):
+        if rank == 0:
+            dist.send(weight, group=group, group_dst=last)
+        else:
+            dist.recv(weight, group=group, group_src=0)
+
+
+@contextmanager
+def naming(rank: int, what: str) -> Iterator[None]:
+    """
+    Says in an error of a process group whom it was about.
+
+    Args:
+        rank (`int`), what (`str`):
+            The rank in the group that a message goes to or comes from, and what it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what} did not get to or from rank {rank} of the pipeline: its process has ended, or hangs ({error})"
+        ) from error
 
 
 class TensorInfo(NamedTuple):
@@ -158,7 +177,8 @@ class WholeStream:
             if self.rank == 0:
                 yield name, tensor
             else:
-                dist.send(tensor.contiguous(), group=self.group, group_dst=0)
+                with naming(0, name):
+                    dist.send(tensor.contiguous(), group=self.group, group_dst=0)
                 next(self._left)
         for rank, info in self._left:
             yield info.name, self._receive(rank, info)
@@ -170,9 +190,11 @@ class WholeStream:
                 self._receive(rank, info)
             else:
                 zeros = torch.zeros(info.shape, dtype=info.dtype, device=self.device)
-                dist.send(zeros, group=self.group, group_dst=0)
+                with naming(0, info.name):
+                    dist.send(zeros, group=self.group, group_dst=0)
 
     def _receive(self, rank: int, info: TensorInfo) -> torch.Tensor:
         tensor = torch.empty(info.shape, dtype=info.dtype, device=self.device)
-        dist.recv(tensor, group=self.group, group_src=rank)
+        with naming(rank, info.name):
+            dist.recv(tensor, group=self.group, group_src=rank)
         return tensor

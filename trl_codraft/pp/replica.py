@@ -85,8 +85,18 @@ class PolicyReplica:
             if owner == self._rank and self._sources[name] is not target:
                 target.copy_(self._sources[name])
             works.append(dist.broadcast(target, group=self._group, group_src=owner, async_op=True))
-        for work in works:
-            work.wait()
+        for (name, owner), work in zip(names, works, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if owner == self._rank:
+                    others = [rank for rank in range(dist.get_world_size(self._group)) if rank != owner]
+                    lost = f"did not get from rank {owner} to all of rank(s) {others} of the pipeline"
+                else:
+                    lost = f"did not come from rank {owner} of the pipeline to rank {self._rank}"
+                raise RuntimeError(
+                    f"{name} {lost}: a process has ended, or hangs, that sends it, takes it or passes it on ({error})"
+                ) from error
 
     def _require_same_tensors(self, shared: bool) -> None:
         stages = {piece.name: piece.shape for piece, _ in self._owners}
