@@ -99,9 +99,13 @@ class PinnedTransport:
                     f"{header.microbatch}, to host memory"
                 )
             time.sleep(LOOK)
-        room = self.inner.reserve(header.stage, header.num_bytes, timeout)
-        room.copy_(content)
-        self.inner.publish(header.stage, header)
+        try:
+            room = self.inner.reserve(header.stage, header.num_bytes, timeout)
+            room.copy_(content)
+            self.inner.publish(header.stage, header)
+        except TapChannelError as error:
+            taps = f"stage {header.stage}, microbatch {header.microbatch}, step {header.epoch}"
+            raise type(error)(f"{error} (when rank {self.rank} was to send the taps of {taps})") from error
 
     def receive(self, stage: int, timeout: float) -> tuple[bytes, Any]:
         return self.inner.receive(stage, timeout)

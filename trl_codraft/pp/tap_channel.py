@@ -40,7 +40,7 @@ class TapChannel:
         stage (`int` or `Sequence[int]`):
             The (virtual) stages that this rank runs.
         transport ([`Transport`]):
-            A new one over the ranks of the pipeline: [`CudaTransport`], [`SharedMemoryTransport`] or [`GlooTransport`].
+            A new one over the ranks of the pipeline, such as a [`CudaTransport`] or a [`SharedMemoryTransport`].
         timeout (`float`, *optional*, defaults to `300.0`):
             Seconds after which a rank that waits for another gives up. It must exceed the time that a rank may
             legitimately be behind, such as the first step's compilation.
@@ -251,8 +251,8 @@ class TapChannel:
                     f"The taps of layers {missing} of microbatch {microbatch} were not captured yet on this rank: call "
                     "`take` after the last stage's forward."
                 )
-            for lane in self.plan.lanes:
-                self.transport.hand_over(lane.stage, microbatch, taps[self.plan.taps_of(lane.stage)[0].layer])
+            for stage in self._sequence:
+                self.transport.hand_over(stage, microbatch, taps[self.plan.taps_of(stage)[0].layer])
             return [taps[tap.layer].to(self.device) for tap in self.plan.taps]
 
     def discard(self) -> None:
@@ -292,9 +292,7 @@ class TapChannel:
         self.failure = self.failure or "it was closed"
 
     def fail(self, reason: str) -> None:
-        """
-        Makes the channel unusable and tells the other ranks the reason. For failures outside of it, as in the pipeline.
-        """
+        """Makes the channel unusable and tells the other ranks the reason. For failures outside of it, as in the pipeline."""
         if self.failure is None:
             self.dead_ranks = self.transport.dead_ranks()
             ended = f" (processes that have ended: rank {self.dead_ranks})" if self.dead_ranks else ""
