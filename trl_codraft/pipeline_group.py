@@ -38,10 +38,10 @@ from .pp import (
     align_parts,
     bubble_share,
     draft_memory,
+    open_channel,
     plan_memory,
     verify_split,
 )
-from .pp.opening import open_channel
 
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from .cuda import CudaTransport
 from .gloo import GlooTransport
 from .gradients import average_gradients, clip_grad_norm, reduce_gradients
 from .message import TapChannelError, TapMismatch, TapTimeout
+from .opening import open_channel
 from .order import Action, required_slots, schedule_order
 from .part import WholeStream, align_parts, load_part, send_embedding
 from .plan import Tap, TapPlan
@@ -77,6 +78,7 @@ __all__ = [
     "load_part",
     "load_whole_optimizer",
     "pad_microbatches",
+    "open_channel",
     "plan_memory",
     "reduce_gradients",
     "remove_stage_files",

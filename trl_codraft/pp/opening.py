@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def open_channel(
     plan: TapPlan,
-    stages: Sequence[int],
+    stage: int | Sequence[int],
     group: dist.ProcessGroup,
     *,
     timeout: float,
@@ -36,7 +36,7 @@ def open_channel(
     through pinned memory. Collective. The first rank of the group logs the way, and why a shorter one does not work.
 
     Args:
-        plan ([`TapPlan`]), stages (`Sequence[int]`), timeout (`float`):
+        plan ([`TapPlan`]), stage (`int` or `Sequence[int]`), timeout (`float`):
             As in [`TapChannel`].
         group (`ProcessGroup`):
             All ranks of the pipeline, of the gloo backend.
@@ -47,7 +47,7 @@ def open_channel(
     """
     if calls is None and device.type == "cuda":
         calls = CudaCalls
-    open_with = partial(TapChannel, plan, stages, timeout=timeout, device=device)
+    open_with = partial(TapChannel, plan, stage, timeout=timeout, device=device)
     one_host, is_first = share_memory(group), dist.get_rank(group) == 0
     if calls is not None and one_host:
         try:
