@@ -32,7 +32,7 @@ def test_comparison_counts_the_tokens_of_each_arm():
         assert 5 <= arm["tokens"] <= 30
         assert arm["tokens_per_cpu_second"] == arm["tokens"] / arm["cpu_seconds"]
     text = report.table(result)
-    assert len(text.splitlines()) == 6
+    assert len(text.splitlines()) == 7
     assert "co-trained" in text
 
 
