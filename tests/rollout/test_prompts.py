@@ -69,6 +69,26 @@ def test_a_second_forward_has_to_save_enough():
     assert second.tokens == [(4, 5), (4, 6), (7, 8)]
 
 
+class CountedSlices(tuple):
+    """A prompt that counts how often tokens are copied out of prompts."""
+
+    tokens = 0
+
+    def __getitem__(self, place):
+        part = tuple.__getitem__(self, place)
+        if isinstance(place, slice):
+            CountedSlices.tokens += len(part)
+        return part
+
+
+def test_planning_copies_each_prompt_a_few_times_however_many_there_are(monkeypatch):
+    monkeypatch.setattr(CountedSlices, "tokens", 0)
+    generator = random.Random(0)
+    prompts = [CountedSlices(generator.randrange(9) for _ in range(length)) for length in range(20, 220)]
+    assert len(prompt_blocks(prompts, 1)) == 2
+    assert CountedSlices.tokens <= 3 * sum(map(len, prompts))
+
+
 @pytest.fixture
 def forwards():
     """Shapes of the ids that a policy reads, once it is watched."""
