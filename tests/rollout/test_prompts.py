@@ -30,11 +30,13 @@ def tokens_read(blocks):
 
 
 def fewest_tokens(prompts):
-    """That one forward or two can read, by trying every cut."""
+    """That one forward or two can read, by trying every cut; not those below half of prompts of one length."""
     distinct = set(prompts)
     longest = max(map(len, distinct))
     costs = []
     for cut in range(longest):
+        if 0 < cut < longest / 2 and min(map(len, distinct)) == longest:
+            continue
         beginnings = {prompt[: min(cut, len(prompt) - 1)] for prompt in distinct}
         rests = [len(prompt) - min(cut, len(prompt) - 1) for prompt in distinct]
         costs.append(max(map(len, beginnings)) * len(beginnings) + max(rests) * len(rests))
@@ -67,6 +69,16 @@ def test_a_second_forward_has_to_save_enough():
     first, second = prompt_blocks(prompts, 6)  # three tokens of two rows
     assert first.tokens == [(1, 2, 3)]
     assert second.tokens == [(4, 5), (4, 6), (7, 8)]
+
+
+def test_prompts_of_one_length_go_without_a_mask_unless_they_share_half():
+    for length, num_blocks in ((24, 1), (25, 2)):
+        ids, _ = shared_prompts(length, [50 - length] * 8)
+        blocks = prompt_blocks([tuple(row) for row in ids.tolist()], 64)
+        assert len(blocks) == num_blocks
+        assert blocks[0].is_plain
+        # One token less in one of them, and all need a mask anyway.
+        assert len(prompt_blocks([tuple(row) for row in [ids[0, :-1].tolist(), *ids[1:].tolist()]], 64)) == 2
 
 
 class CountedSlices(tuple):

@@ -94,10 +94,12 @@ def _best_cut(prompts: list[Tokens], min_saved: float) -> int:
     lengths = [len(prompt) for prompt in ordered]
     shared = [0, *(_common_length(one, other) for one, other in zip(ordered, ordered[1:], strict=False))]
     _, wholes = _numbered(prompt[:-1] for prompt in ordered)
+    # Read at once, prompts of one length need no mask, and attention with one takes about twice the time.
+    least = max(lengths) / 2 if len(set(lengths)) == 1 else 0
     best = 0
     # Between these lengths the number of beginnings is the same, so that the longest saves most.
     for cut in {*shared, *(length - 1 for length in lengths)}:
-        if cut * (len(prompts) - 1) < min_saved:
+        if cut < least or cut * (len(prompts) - 1) < min_saved:
             continue
         saved = cut * (len(prompts) - _num_beginnings(lengths, shared, wholes, cut))
         if saved >= min_saved:
