@@ -86,7 +86,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(generate, name):
             generate(ids, GenerationConfig(max_new_tokens=4, **kwargs), attention_mask=mask)
 
 
-def test_streamer_filled_cache_and_right_padding_are_refused(policy, generate):
+def test_streamer_filled_cache_and_pads_that_are_not_on_the_left_are_refused(policy, generate):
     ids, mask = ragged_prompts([5, 3])
     with pytest.raises(ValueError, match="streamer"):
         generate(ids, attention_mask=mask, max_new_tokens=4, streamer=TextStreamer(None))
@@ -96,6 +96,9 @@ def test_streamer_filled_cache_and_right_padding_are_refused(policy, generate):
         generate(ids, attention_mask=mask, max_new_tokens=4, cache=filled)
     with pytest.raises(ValueError, match="left"):
         generate(ids.flip(1), attention_mask=mask.flip(1), max_new_tokens=4)
+    for holes in ([0, 1, 0, 1, 1], [1, 1, 1, 0, 1]):
+        with pytest.raises(ValueError, match="pads behind or between"):
+            generate(ids[:1], attention_mask=torch.tensor([holes]), max_new_tokens=4)
     with pytest.raises(ValueError, match="position_ids"):
         generate(ids, attention_mask=mask, max_new_tokens=4, position_ids=torch.arange(5).expand(2, 5) + 1)
 

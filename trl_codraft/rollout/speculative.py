@@ -282,11 +282,14 @@ class SpeculativeDecoder:
         """The `(B, P)` padding mask, after checking that the loop's positions are those of the call."""
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
-        if not bool((mask[:, -1] != 0).all()):
-            raise ValueError("A prompt ends in a pad. Pad prompts on the left (`padding_side='left'`).")
+        real = mask != 0
+        if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+            raise ValueError(
+                "A prompt has pads behind or between its tokens. Pad prompts on the left (`padding_side='left'`)."
+            )
         positions = model_kwargs.get("position_ids")
         if positions is not None:
-            expected = ((mask != 0).cumsum(1) - 1).clamp(min=0).expand(len(mask), -1)
+            expected = (real.cumsum(1) - 1).clamp(min=0).expand(len(mask), -1)
             if positions.shape[-1] != expected.shape[1] or not bool((positions.to(mask.device) == expected).all()):
                 raise ValueError("Custom `position_ids` are not supported: positions follow from `attention_mask`.")
         return mask
