@@ -63,6 +63,9 @@ def build_draft(
     if source is not None:
         warn_about_ignored_settings(args, draft.config)
     draft = draft.to(torch.float32)
+    # Ranks that share the optimizer's state cut weights where they lie.
+    for parameter in draft.parameters():
+        parameter.data = parameter.data.contiguous()
     draft.compute_dtype = compute_dtype(args, policy)
     return draft
 

@@ -69,12 +69,20 @@ class ShardedAdamW(torch.optim.AdamW):
             The ranks.
         settings (`dict`, *optional*):
             Passed on.
+
+    Raises:
+        ValueError: on all ranks, if a weight is not contiguous.
     """
 
     def __init__(self, groups: list[dict[str, Any]], sharers: dist.ProcessGroup, **settings: Any):
         self.sharers = sharers
         self.sizes = [len(group["params"]) for group in groups]
-        self.pieces = cut_weights([weight for group in groups for weight in group["params"]], sharers.size())
+        weights = [weight for group in groups for weight in group["params"]]
+        if not all(weight.is_contiguous() for weight in weights):
+            raise ValueError(
+                "Some of the draft's weights are not contiguous, so they cannot be cut into shares. Call `.contiguous()`."
+            )
+        self.pieces = cut_weights(weights, sharers.size())
         own = [piece for piece in self.pieces if piece.owner == sharers.rank()]
         # What the optimizer proper sees: views of the weights.
         self.own = {piece: piece.of(piece.weight) for piece in own}
@@ -153,6 +161,6 @@ class ShardedAdamW(torch.optim.AdamW):
             if piece.number in state_dict["state"]:
                 saved = state_dict["state"][piece.number]
                 # Copies, so that nothing of the others' shares is kept.
-                moments = {name: piece.of(saved[name]).clone() for name in MOMENTS}
+                moments = {name: piece.of(saved[name].contiguous()).clone() for name in MOMENTS}
                 state[index] = {"step": saved["step"].clone(), **moments}
         super().load_state_dict({"state": state, "param_groups": groups})

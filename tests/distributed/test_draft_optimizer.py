@@ -279,3 +279,18 @@ def test_the_state_of_another_draft_is_refused(alone):
     other, _ = run_optimizer("one large", torch.optim.AdamW)
     with pytest.raises(ValueError, match=r"has \[1, 1\] weights in its groups, this one \[3, 3\]"):
         optimizer.load_state_dict(other.state_dict())
+
+
+def test_weights_that_are_not_contiguous_are_refused(alone):
+    groups, weights = groups_of("many")
+    weights[0].data = weights[0].data.t().contiguous().t()
+    with pytest.raises(ValueError, match="not contiguous"):
+        ShardedAdamW(groups, alone, **SETTINGS)
+
+
+def test_moments_in_another_order_in_memory_are_taken_over(alone):
+    saved = run_optimizer("many", torch.optim.AdamW)[0].state_dict()
+    turned = {name: value.t().contiguous().t() if value.dim() else value for name, value in saved["state"][0].items()}
+    optimizer = ShardedAdamW(groups_of("many")[0], alone, **SETTINGS)
+    optimizer.load_state_dict({**saved, "state": {**saved["state"], 0: turned}})
+    assert_same_state(optimizer.state_dict(), saved)

@@ -239,6 +239,18 @@ def test_warm_start_continues_from_a_saved_draft(whole_run, tmp_path):
     assert not torch.equal(weights(trainer)["lm_head.weight"], weights(whole_run)["lm_head.weight"])
 
 
+def test_weights_of_a_given_draft_lie_in_order(whole_run, tmp_path):
+    folder = tmp_path / "draft"
+    whole_run.save_draft(folder)
+    draft = Eagle3DraftModel.from_pretrained(str(folder), policy=tiny_policy())
+    for parameter in draft.parameters():
+        parameter.data = parameter.data.T.contiguous().T if parameter.dim() == 2 else parameter.data
+    trainer = codraft_trainer(tmp_path / "run", trainer={"draft_model": draft})
+    for name, parameter in trainer.draft_model.named_parameters():
+        assert parameter.is_contiguous()
+        assert torch.equal(parameter, whole_run.draft_model.state_dict()[name]), name
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
