@@ -48,6 +48,18 @@ def test_family_returns_what_generate_returns(name):
     assert torch.equal(output.sequences, plain)
 
 
+@pytest.mark.parametrize("name", ["mixture_of_experts", "many_experts"])
+def test_experts_whose_configuration_asks_for_the_balancing_loss(name):
+    policy = family_policy(name)
+    ids, mask = ragged_prompts([9, 2, 6], seed=1)
+    plain = policy.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6)
+    policy.config.output_router_logits = True
+    output = speculative_generate(
+        policy, random_draft(policy), ids, mask, num_draft_tokens=3, do_sample=False, max_new_tokens=6
+    )
+    assert torch.equal(output.sequences, plain)
+
+
 @pytest.mark.parametrize("name", ["sliding_window_everywhere", "multi_query"])
 def test_family_with_ragged_acceptance(name):
     policy = family_policy(name, num_hidden_layers=2)

@@ -315,6 +315,8 @@ class Rollout:
             "cache": self.cache,
             "use_cache": True,
         }
+        if getattr(self.policy.config.get_text_config(), "output_router_logits", False):
+            arguments["output_router_logits"] = False  # the balancing loss, unused here, does not read such masks
         if last_only and self.policy._supports_logits_to_keep():
             arguments["logits_to_keep"] = 1
         if self.drafting is None and self.trace is None:
