@@ -26,6 +26,7 @@ POISON = 0xA5
 DELAY = 0.05
 CPU = torch.device("cpu")
 HANDLE_BYTES = 64
+of_gpu = threading.local()  # whether a thread has said which GPU its calls are of
 
 
 class EmulatedStream:
@@ -70,6 +71,8 @@ class EmulatedEvent:
         stream.enqueue(lambda: self._counters.__setitem__(1, number))
 
     def query(self):
+        known = threading.current_thread() is threading.main_thread() or getattr(of_gpu, "known", False)
+        assert known, ("on a GPU this makes a context on the first one",)
         return self._counters[1] >= self._counters[0]
 
     def wait_until(self, number):
@@ -109,6 +112,9 @@ class EmulatedCalls:
 
     def current(self):
         return self._compute
+
+    def enter_thread(self):
+        of_gpu.known = True
 
     # ------------------------------------------------------------------------------------------------- tensors
 

@@ -16,7 +16,7 @@ from emulated_worker import changing_shapes, taken_at_once
 from forked import fork_ranks, side_by_side
 
 from trl_codraft.pp import CudaTransport
-from trl_codraft.pp.pinned import PinnedTransport
+from trl_codraft.pp.pinned import PinnedTransport, _Publisher
 from trl_codraft.pp.side_copies import SideCopies, Staging
 
 
@@ -107,6 +107,11 @@ MUTATIONS = {
         "pinned, gloo",
         FEW_SLOTS,
         lambda: without(PinnedTransport, "reserve", "lane.pending.popleft().result()", "lane.pending.popleft()"),
+    ),
+    "pinned: the thread does not say which GPU its calls are of": (
+        "pinned, shared memory",
+        FEW_SLOTS,
+        lambda: without(_Publisher, "run", "self._calls.enter_thread()"),
     ),
     "pinned: taking does not wait for the copy": (
         "pinned, gloo",

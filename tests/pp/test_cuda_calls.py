@@ -103,6 +103,14 @@ def test_copy_goes_to_the_side_stream(make):
     assert runtime.seen[-1] == ("cudaMemcpyAsync", 16, 32, 5, 4, 77)
 
 
+def test_new_thread_makes_its_calls_on_this_gpu(make, monkeypatch):
+    calls, _ = make(Runtime())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device))
+    current = []
+    calls.enter_thread()
+    assert current == [torch.device("cuda", 3)]
+
+
 def test_memory_that_torch_keeps_is_freed_before_an_allocation_fails(make):
     calls, emptied = make(Runtime(failures=1))
     assert calls.allocate(1)[0] == 4096

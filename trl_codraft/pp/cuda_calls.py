@@ -45,6 +45,10 @@ class CudaCalls:
         """The stream that forwards run on."""
         return torch.cuda.current_stream(self.device)
 
+    def enter_thread(self) -> None:
+        """Makes this GPU the current one of a new thread, whose calls would make a context on the first GPU, of 500 MB."""
+        torch.cuda.set_device(self.device)
+
     # ------------------------------------------------------------------------------------------------- tensors
 
     def empty(self, num_bytes: int, stream: torch.cuda.Stream) -> torch.Tensor:

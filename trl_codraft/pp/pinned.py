@@ -50,7 +50,7 @@ class PinnedTransport:
         self.device = self._calls.device
         self._copies = SideCopies(self._calls)
         self._lanes: dict[int, _Outgoing] = {}
-        self._publisher = _Publisher()
+        self._publisher = _Publisher(self._calls)
         self._timeout = 0.0
 
     def connect(self, lanes: Sequence[Lane], fingerprint: int, timeout: float) -> None:
@@ -184,8 +184,9 @@ class _Outgoing:
 class _Publisher(threading.Thread):
     """Does one thing after the other. A daemon: a process that gives up does not wait for what it still waits for."""
 
-    def __init__(self):
+    def __init__(self, calls: CudaCalls):
         super().__init__(daemon=True)
+        self._calls = calls
         self._jobs: SimpleQueue[tuple[Future, Callable, tuple] | None] = SimpleQueue()
         self._stopped = False
 
@@ -195,6 +196,7 @@ class _Publisher(threading.Thread):
         return future
 
     def run(self) -> None:
+        self._calls.enter_thread()
         while (entry := self._jobs.get()) is not None:
             future, job, arguments = entry
             try:
