@@ -166,6 +166,8 @@ class EmulatedCalls:
         return self._map(memory, num_bytes), handle
 
     def free(self, address):
+        for stream in (self.side, self._compute):
+            stream.synchronize()  # as CUDA may
         memory, num_bytes = self._remove(address)
         memory[:] = bytes([POISON]) * num_bytes
 

@@ -80,13 +80,15 @@ def taken_at_once(rank, group, transport, late_sink=False):
 
 
 def slow_copies(rank, group, transport):
-    """Seconds that the forwards of a rank take when every copy takes long, and then the step."""
+    """Seconds that the forwards of a rank take when every copy takes long and the draft's GPU is busy, and then the step."""
     plan = mixed_plan(2, num_microbatches=3, schedule="GPipe", slots=3)
     channel = make_channel(rank, plan, transport, group, calls=SlowCopies)
     dist.barrier(group)
     channel.transport._calls.slow = True
-    shapes = [(2, 3)] * 3
+    shapes = [(2, 300)] * 3  # more than in the probe, so that rings are replaced
     channel.begin_step(shapes)
+    if channel.is_sink:
+        channel.transport._calls.current().enqueue(lambda: time.sleep(2 * SLOW_COPY))
     start = time.monotonic()
     for microbatch in range(3):
         with channel.forward(rank, microbatch):

@@ -77,7 +77,7 @@ def test_rank_that_is_killed_ends_all_soon_and_is_named(outcomes, transport, cas
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forwards_do_not_wait_for_copies(outcomes, transport):
+def test_forwards_wait_neither_for_copies_nor_for_the_gpu(outcomes, transport):
     (source, step), (sink, _) = succeeded(outcomes[transport, "slow copies"])
     # Three copies: the host waits at the end of the step.
     assert source < 0.5 * emulated_worker.SLOW_COPY

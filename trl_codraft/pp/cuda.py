@@ -71,6 +71,7 @@ class CudaTransport(SocketTransport):
         self._filled: dict[int, list] = {}
         self._emptied: dict[int, list] = {}
         self._outgrown: dict[int, deque[_DeviceRing | None]] = {}
+        self._unmapped: list[_DeviceRing] = []
 
     # -------------------------------------------------------------------------------------------------- set-up
 
@@ -155,6 +156,7 @@ class CudaTransport(SocketTransport):
     # --------------------------------------------------------------------------------------------------- steps
 
     def begin_step(self, sizes: Mapping[int, Sequence[int]], digest: int, timeout: float) -> None:
+        self._free_unmapped()
         super().begin_step(sizes, digest, timeout)
         self._copies.begin_step()
         for stage in self._sources:
@@ -176,7 +178,7 @@ class CudaTransport(SocketTransport):
             # The source has closed the last ring: until then, freeing it would be undefined.
             outgrown = self._outgrown[stage].popleft()
             if outgrown is not None:
-                self._calls.free(outgrown.address)
+                self._unmapped.append(outgrown)
             return
         # Nothing is on its way into the last ring: the draft's rank had everything when it ended the last step.
         if stage in self._rings:
@@ -234,10 +236,14 @@ class CudaTransport(SocketTransport):
                 if stage in self._sources:
                     self._calls.close(ring.address)
                 elif self._has_left(self._peer_of_stage[stage], CLOSING):
-                    for unused in (ring, *self._outgrown[stage]):
-                        if unused is not None:
-                            self._calls.free(unused.address)
+                    self._unmapped += [ring, *filter(None, self._outgrown[stage])]
+            self._free_unmapped()
         super().close()
+
+    def _free_unmapped(self) -> None:
+        # Between steps only: CUDA may wait for the whole device first.
+        while self._unmapped:
+            self._calls.free(self._unmapped.pop().address)
 
     @property
     def memory_bytes(self) -> int:
