@@ -141,6 +141,33 @@ def stalled(rank, group, transport, culprit):
     return message, gave_up, closed, mappings(channel)
 
 
+def closed_while_stuck(rank, group, transport, stuck):
+    """
+    First the source closes, then the draft's rank, while the source's copy or the draft's forward does not come to an end.
+    Returns the seconds that each takes to close, and the rings that it leaves.
+    """
+    plan = mixed_plan(2, num_microbatches=1, schedule="GPipe")
+    channel = make_channel(rank, plan, transport, group)
+    calls = channel.transport._calls
+    channel.begin_step([(1, 4)])
+    if rank == 0:
+        if stuck == 0:
+            calls.side.enqueue(threading.Event().wait)
+        with channel.forward(0, 0):
+            for tap in plan.taps_of(0):
+                channel.capture(tap.layer, tap_value(tap, 0, 0, (1, 4)))
+    elif stuck == 1:
+        calls.current().enqueue(threading.Event().wait)
+    seconds = 0.0
+    for turn in range(2):
+        if rank == turn:
+            start = time.monotonic()
+            channel.close()
+            seconds = time.monotonic() - start
+        dist.barrier(group)
+    return seconds, mappings(channel)
+
+
 def fallback(rank, group, transport, calls, culprit):
     """What `open_channel` logs on each rank if the GPU of one of them is broken, and a step of the channel."""
     records = []
@@ -177,9 +204,18 @@ CASES = {
     "slow copies": (2, slow_copies),
     "a source's GPU stops": (3, partial(stalled, culprit=0)),
     "the draft's GPU stops": (3, partial(stalled, culprit=2)),
+    "the source closes over a copy": (2, partial(closed_while_stuck, stuck=0)),
+    "the draft's rank closes over a forward": (2, partial(closed_while_stuck, stuck=1)),
 }
 # What does not depend on how taps travel.
-OF_CUDA_ONLY = ("changing shapes, 4 ranks", "interleaved", "recomputation", "leftovers")
+OF_CUDA_ONLY = (
+    "changing shapes, 4 ranks",
+    "interleaved",
+    "recomputation",
+    "leftovers",
+    "the source closes over a copy",
+    "the draft's rank closes over a forward",
+)
 SOAK = {"soak": (2, soak)}
 # Which rank's GPU cannot do what; ranks 0 and 1 send.
 BROKEN = {

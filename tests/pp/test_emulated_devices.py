@@ -105,6 +105,16 @@ def test_device_that_stops_is_a_timeout_that_names_its_taps(outcomes, transport,
     assert results[2][0].startswith("TapTimeout")
 
 
+@pytest.mark.parametrize(
+    ("case", "stuck"), [("the source closes over a copy", 0), ("the draft's rank closes over a forward", 1)]
+)
+def test_memory_that_a_stuck_gpu_may_touch_is_kept_and_closing_ends(outcomes, case, stuck):
+    results = succeeded(outcomes["CUDA", case])
+    assert all(seconds < 5 for seconds, _ in results)
+    assert results[1][1] > 0  # the ring itself
+    assert results[0][1] == (1 if stuck == 0 else 0)  # its mapping
+
+
 def fallback_of(outcomes, case):
     """What `open_channel` chose, alike on all ranks, and what the first rank logged."""
     results = succeeded(outcomes["CUDA", case])

@@ -231,13 +231,16 @@ class CudaTransport(SocketTransport):
 
     def close(self) -> None:
         # What a copy may still touch, or another process has mapped, is left to the end of the process.
-        if self._copies.idle(CLOSING):
-            for stage, ring in self._rings.items():
-                if stage in self._sources:
-                    self._calls.close(ring.address)
-                elif self._has_left(self._peer_of_stage[stage], CLOSING):
-                    self._unmapped += [ring, *filter(None, self._outgrown[stage])]
-            self._free_unmapped()
+        if not self._copies.idle(CLOSING):
+            # No goodbye, and sockets stay open: the other end would take either for leave to free its memory.
+            self.fail(f"the GPU of rank {self.rank} was still at work when its channel was closed")
+            return
+        for stage, ring in self._rings.items():
+            if stage in self._sources:
+                self._calls.close(ring.address)
+            elif self._has_left(self._peer_of_stage[stage], CLOSING):
+                self._unmapped += [ring, *filter(None, self._outgrown[stage])]
+        self._free_unmapped()
         super().close()
 
     def _free_unmapped(self) -> None:

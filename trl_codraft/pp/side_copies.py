@@ -92,10 +92,13 @@ class SideCopies:
             self._pending.popleft()
 
     def idle(self, seconds: float) -> bool:
-        """Whether everything on the side stream is done, within some seconds."""
-        last = self.calls.event()
-        last.record(self.calls.side)
+        """Whether everything on the side stream and the current one is done, within some seconds."""
         deadline = time.monotonic() + seconds
-        while not last.query() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return last.query()
+        for stream in (self.calls.side, self.calls.current()):
+            last = self.calls.event()
+            last.record(stream)
+            while not last.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        return True
