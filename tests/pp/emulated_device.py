@@ -281,6 +281,11 @@ class DeafToEvents(EmulatedCalls):
         return EmulatedEvent()
 
 
+class OtherBindings(EmulatedCalls):
+    def open(self, handle, num_bytes):
+        raise TypeError("cudaIpcOpenMemHandle() takes exactly 1 positional argument (2 given)")
+
+
 class Unopenable(EmulatedCalls):
     def open(self, handle, num_bytes):
         raise CudaError("cudaIpcOpenMemHandle failed on emulated: cudaErrorInvalidValue, invalid argument")

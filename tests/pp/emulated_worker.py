@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from channel_cases import EMULATED, make_channel, mixed_plan, require_values, run_step, sleeping, tap_value
 from channel_worker import changing_shapes, leftovers, recomputation
-from emulated_device import CPU, DeafToEvents, EmulatedCalls, OutOfMemory, Unopenable, WrongBytes
+from emulated_device import CPU, DeafToEvents, EmulatedCalls, OtherBindings, OutOfMemory, Unopenable, WrongBytes
 from forked import fork_ranks, side_by_side
 
 from benchmarks.tap_soak import open_files, resident_bytes
@@ -222,6 +222,7 @@ BROKEN = {
     "nothing": (EmulatedCalls, 0),
     "no memory (rank 2)": (OutOfMemory, 2),
     "no mapping (rank 1)": (Unopenable, 1),
+    "other bindings (rank 1)": (OtherBindings, 1),
     "wrong bytes (rank 0)": (WrongBytes, 0),
     "no events (rank 0)": (DeafToEvents, 0),
     "no events (rank 2)": (DeafToEvents, 2),

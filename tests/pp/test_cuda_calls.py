@@ -15,6 +15,13 @@ from trl_codraft.pp.cuda_calls import PAGE, CudaCalls, CudaError
 class Errors(IntEnum):
     cudaSuccess = 0
     cudaErrorMemoryAllocation = 2
+    cudaErrorInsufficientDriver = 35
+
+
+TEXTS = {
+    Errors.cudaErrorMemoryAllocation: b"out of memory",
+    Errors.cudaErrorInsufficientDriver: b"CUDA driver version is insufficient for CUDA runtime version",
+}
 
 
 class Handle:
@@ -28,18 +35,18 @@ class Handle:
 
 
 class Runtime:
-    """The functions of `cuda.bindings.runtime` that are used, with its parameters: tuples come back, errors first."""
+    """The functions of `cuda.bindings.runtime` (12.9 and 13.5) that are used: integers go in, tuples come back, errors first."""
 
     cudaError_t, cudaIpcMemHandle_t = Errors, Handle
     cudaIpcMemLazyEnablePeerAccess = 1
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
 
-    def __init__(self, failures=0):
-        self.failures, self.seen = failures, []
+    def __init__(self, failures=0, driver=Errors.cudaSuccess):
+        self.failures, self.driver, self.seen = failures, driver, []
 
     def cudaSetDevice(self, device):
         self.seen.append(("cudaSetDevice", device))
-        return (Errors.cudaSuccess,)
+        return (self.driver,)
 
     def cudaMalloc(self, size):
         self.seen.append(("cudaMalloc", size))
@@ -62,11 +69,7 @@ class Runtime:
         return (Errors.cudaSuccess,)
 
     def cudaGetErrorString(self, error):
-        return Errors.cudaSuccess, b"out of memory"
-
-    def cudaGetLastError(self):
-        self.seen.append(("cudaGetLastError",))
-        return (Errors.cudaErrorMemoryAllocation,)
+        return Errors.cudaSuccess, TEXTS[error]
 
 
 @pytest.fixture
@@ -117,12 +120,20 @@ def test_memory_that_torch_keeps_is_freed_before_an_allocation_fails(make):
     assert emptied == [1]
 
 
-def test_error_names_the_call_the_device_and_what_cuda_says(make):
-    runtime = Runtime(failures=2)
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [
+        (Runtime(failures=2), "cudaMalloc failed on cuda:3: cudaErrorMemoryAllocation, out of memory"),
+        (
+            Runtime(driver=Errors.cudaErrorInsufficientDriver),
+            "cudaSetDevice failed on cuda:3: cudaErrorInsufficientDriver, CUDA driver version is insufficient",
+        ),
+    ],
+)
+def test_error_names_the_call_the_device_and_what_cuda_says(make, runtime, message):
     calls, _ = make(runtime)
-    with pytest.raises(CudaError, match="cudaMalloc failed on cuda:3: cudaErrorMemoryAllocation, out of memory"):
+    with pytest.raises(CudaError, match=message):
         calls.allocate(1)
-    assert runtime.seen[-1] == ("cudaGetLastError",)  # torch's next check does not find it
 
 
 def test_torch_has_what_is_called():

@@ -33,6 +33,8 @@ from .transport import TransportUnavailable
 ALIGNMENT = 512
 # Length of a message of the probe, and seconds that each of its waits may take.
 PROBE_BYTES, PROBE_SECONDS = 4096, 60.0
+# What CUDA and torch raise; the others are the bindings', of a version that is not the one expected.
+FAILURES = (RuntimeError, OSError, ImportError, AttributeError, TypeError, ValueError)
 # Seconds that `close` waits for a device, or for another rank to have let go of its memory, before it leaves the memory to
 # the end of the process.
 CLOSING = 2.0
@@ -87,7 +89,7 @@ class CudaTransport(SocketTransport):
         result, error, heard = None, None, False
         try:
             result = act()
-        except (RuntimeError, ImportError, OSError) as failure:
+        except FAILURES as failure:
             error = f"{type(failure).__name__}: {failure}"
             heard = type(failure) is TapChannelError  # only what another rank has said
             self.fail(error)

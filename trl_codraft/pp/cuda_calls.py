@@ -36,7 +36,10 @@ class CudaCalls:
 
     @cached_property
     def runtime(self):
-        """CUDA's runtime in Python, which the CUDA builds of torch depend on. Imported where IPC is tried."""
+        """
+        CUDA's runtime in Python, which the CUDA builds of torch depend on. Imported where IPC is tried. It is a copy of its
+        own: devices (by their primary contexts), streams and addresses are torch's, its last error is not.
+        """
         from cuda.bindings import runtime
 
         return runtime
@@ -121,13 +124,12 @@ class CudaCalls:
     def _call(self, name: str, *arguments):
         """Calls the runtime with this GPU as the current one."""
         with torch.cuda.device(self.device):
-            self._require(name, self.runtime.cudaSetDevice(self.device.index))
+            self._require("cudaSetDevice", self.runtime.cudaSetDevice(self.device.index))
             return self._require(name, getattr(self.runtime, name)(*arguments))
 
     def _require(self, name: str, outcome: tuple):
         error, *results = outcome
         if error != self.runtime.cudaError_t.cudaSuccess:
-            self.runtime.cudaGetLastError()  # or torch's next check would find it
             text = self.runtime.cudaGetErrorString(error)[1].decode()
             raise CudaError(f"{name} failed on {self.device}: {error.name}, {text}")
         return results[0] if results else None
