@@ -3,14 +3,15 @@ The tap channel on GPUs: first that every tap arrives to the bit, then what a st
 IPC works between processes on one device too. Without a GPU, or with `--emulate`, the same on the emulated GPUs of the tests,
 small: its times say nothing of GPUs.
 
-1. Which way a channel finds by its probe, and why not a shorter one.
-2. Cases of `tests/pp` over each transport of GPUs: several dtypes and schedules, shapes that change, rings that grow, taps that
+1. Every call of CUDA that a channel makes, a line each (`cuda_calls_check.py`).
+2. Which way a channel finds by its probe, and why not a shorter one.
+3. Cases of `tests/pp` over each transport of GPUs: several dtypes and schedules, shapes that change, rings that grow, taps that
    are computed late, overwritten after their capture, taken before the step ends and dropped before they are read.
-3. A pipeline step whose forwards keep the compute stream busy, without a channel and with each in turn: over CUDA IPC, through
+4. A pipeline step whose forwards keep the compute stream busy, without a channel and with each in turn: over CUDA IPC, through
    pinned memory, and with copies that the forward waits for. Host time in the forwards against the last of these, and time of
    the compute stream for them against no channel. The draft's rank runs one forward for two of the source, and waits for it.
 
-Ends with 1 if a tap is wrong or a rank fails. Nothing is judged by time.
+Ends with 1 if a call does not do what it is for, a tap is wrong or a rank fails. Nothing is judged by time.
 
     python benchmarks/gpu_tap_check.py
 """
@@ -44,6 +45,8 @@ import channel_worker  # noqa: E402
 import emulated_worker  # noqa: E402
 from channel_cases import mixed_plan  # noqa: E402
 from emulated_device import CPU, EmulatedCalls, LateChannel  # noqa: E402
+
+from benchmarks.cuda_calls_check import CallsCheck  # noqa: E402
 
 
 CASES = ("changing shapes, 2 ranks", "interleaved, fewest slots", "one slot, GPipe", "taken at once")
@@ -215,6 +218,9 @@ def run_rank(rank, args, folder):
     )
     gpu = (EmulatedGpu if args.emulate else RealGpu)(rank, args.busy)
     world = dist.new_group(list(range(args.ranks)), backend="gloo")
+    pair = dist.new_group([0, 1], backend="gloo")
+    failed = CallsCheck(gpu.calls(gpu.device), pair).run() if rank < 2 else []
+    dist.barrier()
     plan = mixed_plan(args.ranks)
     channel = open_channel(plan, [rank], world, timeout=TIMEOUT, device=gpu.device, calls=gpu.calls)
     found = type(channel.transport).__name__
@@ -227,12 +233,11 @@ def run_rank(rank, args, folder):
             dist.barrier()
             if rank == 0:
                 print(f"{transport:7} {case:28} every tap right, {time.perf_counter() - start:.1f} s", flush=True)
-    pair = dist.new_group([0, 1], backend="gloo")
     if rank < 2:
         torch.save(measure(rank, gpu, args, arms, pair), folder / f"{rank}.pt")
     dist.barrier()
     if rank == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save((found, failed), folder / "found.pt")
     dist.destroy_process_group()
 
 
@@ -282,9 +287,11 @@ def main():
         mp.start_processes(
             run_rank, (args, folder), nprocs=args.ranks, start_method="fork" if args.emulate else "spawn"
         )
-        found = torch.load(folder / "found.pt")
+        found, failed = torch.load(folder / "found.pt")
         print(f"a channel opens with {found}")
         report(args, folder)
+        if failed:
+            sys.exit(f"Calls of CUDA that did not do what they are for: {failed}")
         if found != "CudaTransport":
             sys.exit("GPUs do not reach each other's memory: the warning above says why.")
 

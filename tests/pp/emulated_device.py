@@ -26,6 +26,7 @@ POISON = 0xA5
 DELAY = 0.05
 CPU = torch.device("cpu")
 HANDLE_BYTES = 64
+MEMORY = 2**34
 of_gpu = threading.local()  # whether a thread has said which GPU its calls are of
 
 
@@ -161,6 +162,8 @@ class EmulatedCalls:
     # ------------------------------------------------------------------------------------- memory of a neighbour
 
     def allocate(self, num_bytes):
+        if num_bytes > MEMORY:
+            raise CudaError("cudaMalloc failed on emulated: cudaErrorMemoryAllocation, out of memory")
         memory, handle = self._shared(num_bytes)
         memory[:] = bytes([POISON]) * num_bytes
         return self._map(memory, num_bytes), handle
@@ -196,6 +199,8 @@ class EmulatedCalls:
 
     def _opened(self, handle, num_bytes):
         assert len(handle) == HANDLE_BYTES
+        if not any(handle):
+            raise CudaError("opening failed on emulated: cudaErrorInvalidValue, invalid argument")
         pid, fd = handle.decode().split(":")
         opened = os.open(f"/proc/{pid}/fd/{fd.strip()}", os.O_RDWR)
         memory = mmap.mmap(opened, num_bytes)
@@ -279,6 +284,22 @@ class DeafToEvents(EmulatedCalls):
     def open_event(self, handle):
         super().open_event(handle)
         return EmulatedEvent()
+
+
+class Overcautious(EmulatedCalls):
+    """A stream that waits for another process's event waits for its last record at the time that the stream comes there."""
+
+    def open_event(self, handle):
+        event = super().open_event(handle)
+        event.wait_until = lambda number: EmulatedEvent.wait_until(event, max(number, event.recorded))
+        return event
+
+
+class Forgetful(EmulatedCalls):
+    """Freed memory is used again at once, whoever else was to use it."""
+
+    def hand_over(self, tensor, stream):
+        pass
 
 
 class OtherBindings(EmulatedCalls):

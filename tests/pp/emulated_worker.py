@@ -16,9 +16,20 @@ import torch
 import torch.distributed as dist
 from channel_cases import EMULATED, make_channel, mixed_plan, require_values, run_step, sleeping, tap_value
 from channel_worker import changing_shapes, leftovers, recomputation
-from emulated_device import CPU, DeafToEvents, EmulatedCalls, OtherBindings, OutOfMemory, Unopenable, WrongBytes
+from emulated_device import (
+    CPU,
+    DeafToEvents,
+    EmulatedCalls,
+    Forgetful,
+    OtherBindings,
+    OutOfMemory,
+    Overcautious,
+    Unopenable,
+    WrongBytes,
+)
 from forked import fork_ranks, side_by_side
 
+from benchmarks.cuda_calls_check import CallsCheck
 from benchmarks.tap_soak import open_files, resident_bytes
 from trl_codraft.pp import TapChannelError
 from trl_codraft.pp.opening import open_channel
@@ -168,6 +179,11 @@ def closed_while_stuck(rank, group, transport, stuck):
     return seconds, mappings(channel)
 
 
+def failed_calls(rank, group, transport, kind):
+    """Names of the checks of single calls that fail, on a GPU of some kind."""
+    return CallsCheck(kind(CPU), group).run()
+
+
 def fallback(rank, group, transport, calls, culprit):
     """What `open_channel` logs on each rank if the GPU of one of them is broken, and a step of the channel."""
     records = []
@@ -217,6 +233,11 @@ OF_CUDA_ONLY = (
     "the draft's rank closes over a forward",
 )
 SOAK = {"soak": (2, soak)}
+# Checks of single calls on GPUs that are broken, and on one that is not.
+CALLS = {
+    f"calls: {kind.__name__}": (2, partial(failed_calls, kind=kind))
+    for kind in (EmulatedCalls, OutOfMemory, Unopenable, WrongBytes, DeafToEvents, Overcautious, Forgetful)
+}
 # Which rank's GPU cannot do what; ranks 0 and 1 send.
 BROKEN = {
     "nothing": (EmulatedCalls, 0),
@@ -233,19 +254,21 @@ def run_rank(rank, world_size, transport, case):
     group = dist.new_group(list(range(world_size)), backend="gloo")
     if case in BROKEN:
         return fallback(rank, group, transport, *BROKEN[case])
-    return (CASES | SOAK)[case][1](rank, group, transport)
+    return (CASES | CALLS | SOAK)[case][1](rank, group, transport)
 
 
 def run_case(transport, case):
     place = folder / transport / case
     os.environ["CASE_FOLDER"] = str(place)
-    size = 3 if case in BROKEN else (CASES | SOAK)[case][0]
+    size = 3 if case in BROKEN else (CASES | CALLS | SOAK)[case][0]
     return fork_ranks(run_rank, size, place, transport, case, timeout=150)
 
 
 if __name__ == "__main__":
-    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or [*CASES, *BROKEN]
-    runs = [run for run in product(EMULATED, wanted) if run[0] == "CUDA" or run[1] not in (*BROKEN, *OF_CUDA_ONLY)]
+    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or [*CASES, *CALLS, *BROKEN]
+    runs = [
+        run for run in product(EMULATED, wanted) if run[0] == "CUDA" or run[1] not in (*BROKEN, *CALLS, *OF_CUDA_ONLY)
+    ]
     # What waits the longest first.
     runs.sort(key=lambda run: "stops" not in run[1])
     torch.save(side_by_side(run_case, runs), folder / "outcomes.pt")

@@ -1,5 +1,6 @@
 """The transports of GPUs between processes, on GPUs that are emulated: late streams, events and memory of other processes."""
 
+import inspect
 from itertools import product
 
 import emulated_worker
@@ -10,6 +11,7 @@ from emulated_device import CPU, EmulatedCalls
 from forked import TESTS, run_script, succeeded
 from prepared import run_prepared
 
+from benchmarks.cuda_calls_check import CallsCheck
 from trl_codraft.pp.cuda_calls import CudaCalls
 from trl_codraft.pp.side_copies import Staging
 
@@ -149,6 +151,32 @@ def test_all_ranks_fall_back_together_and_say_why(outcomes, case):
     assert choice == "Taps travel over shared memory."
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("EmulatedCalls", []),
+        ("OutOfMemory", ["allocate: memory with a handle", "move: into that memory"]),
+        ("Unopenable", ["open: the other rank's memory"]),
+        ("WrongBytes", ["move: into that memory", "open: the other rank's memory"]),
+        ("DeafToEvents", ["open_event: a stream waits for what", "move: into the other rank's memory"]),
+        ("Overcautious", ["open_event: a wait is for the record before it"]),
+        ("Forgetful", ["hand_over"]),
+    ],
+)
+def test_check_of_single_calls_finds_what_a_gpu_does_not_do(outcomes, kind, names):
+    failed, others = succeeded(outcomes["CUDA", f"calls: {kind}"])
+    assert failed == others
+    assert bool(failed) == bool(names)
+    for name in names:
+        assert any(line.startswith(name) for line in failed), failed
+
+
+def test_check_of_single_calls_leaves_none_out():
+    source = inspect.getsource(CallsCheck.run)
+    for name in set(vars(CudaCalls)) - {"runtime"}:
+        assert name.startswith("_") or f'"{name}' in source or f", {name}:" in source, name
+
+
 def test_staging_that_is_dropped_is_kept_for_copies_under_way():
     calls = EmulatedCalls(CPU)
     staging, content = Staging(calls, [calls.event()], 64), torch.arange(64, dtype=torch.uint8)
@@ -183,6 +211,8 @@ def test_check_of_the_channel_on_gpus_runs_on_emulated_ones():
     script = TESTS.parent / "benchmarks" / "gpu_tap_check.py"
     done = run_prepared(script, "--emulate", paths=[TESTS.parent], timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "FAILED" not in done.stdout
+    assert done.stdout.count("ok     ") == 19
     assert done.stdout.count("every tap right") == 8
     assert "a channel opens with CudaTransport" in done.stdout
     assert done.stdout.count("forwards ") == 8
