@@ -9,8 +9,9 @@ event that it is done. Only streams wait for events in a step, hosts for headers
 Why one event per slot and direction is enough: a stream that is told to wait for an event waits for its last `record` at that
 moment. `filled` is recorded before its header is sent, and not again before the credit, which the draft's rank sends after
 its stream was told to wait. `emptied` is recorded before its credit is sent, and not again before the slot's next header,
-which the source sends after its stream was told to wait. And as every wait is for what was enqueued before it, on whatever
-device, streams cannot wait for each other in a circle.
+which the source sends after its stream was told to wait. (NVIDIA's sample simpleIPC orders the streams of processes like this,
+with a barrier of the hosts for our headers.) And as every wait is for what was enqueued before it, on whatever device, streams
+cannot wait for each other in a circle.
 """
 
 from collections import deque

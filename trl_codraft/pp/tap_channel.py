@@ -224,7 +224,7 @@ class TapChannel:
     def take(self, microbatch: int) -> list[torch.Tensor]:
         """
         The taps of a microbatch, on the draft's rank, once each, in any order after the last stage's forward of it. On a
-        GPU they are for the current stream.
+        GPU they are for the current stream, which must not run ahead of the one of this rank's forwards.
 
         Args:
             microbatch (`int`):
