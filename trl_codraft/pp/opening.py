@@ -28,7 +28,7 @@ def open_channel(
     group: dist.ProcessGroup,
     *,
     timeout: float,
-    device: torch.device,
+    device: torch.device | str | None = None,
     calls: Callable[[torch.device], CudaCalls] | None = None,
 ) -> TapChannel:
     """
@@ -40,11 +40,12 @@ def open_channel(
             As in [`TapChannel`].
         group (`ProcessGroup`):
             All ranks of the pipeline, of the gloo backend.
-        device (`torch.device`):
-            Where taps are captured and wanted, of the same type on all ranks.
+        device (`torch.device` or `str`, *optional*):
+            Where taps are captured and wanted, of the same type on all ranks. If `None`, the CPU.
         calls (`Callable`, *optional*):
             What makes of a GPU the object that calls CUDA. If `None`, [`CudaCalls`] for devices of CUDA.
     """
+    device = torch.device("cpu" if device is None else device)
     if calls is None and device.type == "cuda":
         calls = CudaCalls
     open_with = partial(TapChannel, plan, stage, timeout=timeout, device=device)

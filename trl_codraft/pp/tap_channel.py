@@ -44,7 +44,7 @@ class TapChannel:
         timeout (`float`, *optional*, defaults to `300.0`):
             Seconds after which a rank that waits for another gives up. It must exceed the time that a rank may
             legitimately be behind, such as the first step's compilation.
-        device (`torch.device`, *optional*):
+        device (`torch.device` or `str`, *optional*):
             Where captured taps are and taken ones are wanted. If that is not where the transport has them, each is copied
             when it is captured and again when it is taken, and the forward waits for its copy. If `None`, the CPU.
 
@@ -60,13 +60,13 @@ class TapChannel:
         transport: Transport,
         *,
         timeout: float = 300.0,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ):
         self.plan = plan
         self.stages = (stage,) if isinstance(stage, int) else tuple(stage)
         self.transport = transport
         self.timeout = timeout
-        self.device = torch.device("cpu") if device is None else device
+        self.device = torch.device("cpu" if device is None else device)
         planned = tuple(number for number, rank in enumerate(plan.stage_ranks) if rank == transport.rank)
         if tuple(sorted(self.stages)) != planned:
             raise ValueError(
