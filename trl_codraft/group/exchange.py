@@ -230,12 +230,16 @@ def warn_if_groups_cross_nodes(context: int, ranks_per_node: int) -> None:
         )
 
 
+# Torch has renamed it.
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A tensor of the same shape on all ranks, stacked by rank."""
     size = dist.get_world_size(group)
     gathered = tensor.new_empty(size * tensor.numel())
     with _named(dist.get_process_group_ranks(group), "gathering what each of them has"):
-        dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=group)
+        _gather_flat(gathered, tensor.contiguous().view(-1), group=group)
     return gathered.view(size, *tensor.shape)
 
 
