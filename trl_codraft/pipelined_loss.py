@@ -20,6 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from trl import GRPOTrainer
 
+from .compatibility import base_policy
 from .group import Header, LossGroup, Phase, Scores, report_as
 from .grouped_loss import GroupedLoss
 from .modeling.taps import TapRecorder
@@ -231,7 +232,9 @@ class PipelinedLoss(GroupedLoss):
 
     def _empty_scores(self, jobs: list[Job]) -> list[torch.Tensor]:
         """Room for log-probs and entropies of each microbatch. They are small: everyone gets all of them."""
-        return [torch.zeros(2, *job.completion_shape, device=self.accelerator.device) for job in jobs]
+        # TRL's are in float32; what a policy in float64 has beyond that is kept.
+        kind = {"dtype": torch.promote_types(torch.float32, base_policy(self.model).dtype)}
+        return [torch.zeros(2, *job.completion_shape, device=self.accelerator.device, **kind) for job in jobs]
 
     def _share_scores(self, kept: list[torch.Tensor]) -> list[Scores]:
         """The last stage's scores, on every rank."""
