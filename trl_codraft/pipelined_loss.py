@@ -233,8 +233,8 @@ class PipelinedLoss(GroupedLoss):
     def _empty_scores(self, jobs: list[Job]) -> list[torch.Tensor]:
         """Room for log-probs and entropies of each microbatch. They are small: everyone gets all of them."""
         # TRL's are in float32; what a policy in float64 has beyond that is kept.
-        kind = {"dtype": torch.promote_types(torch.float32, base_policy(self.model).dtype)}
-        return [torch.zeros(2, *job.completion_shape, device=self.accelerator.device, **kind) for job in jobs]
+        dtype = torch.promote_types(torch.float32, base_policy(self.model).dtype)
+        return [torch.zeros(2, *job.completion_shape, dtype=dtype, device=self.accelerator.device) for job in jobs]
 
     def _share_scores(self, kept: list[torch.Tensor]) -> list[Scores]:
         """The last stage's scores, on every rank."""
