@@ -91,14 +91,7 @@ class PinnedTransport:
 
     def _publish(self, header: Header, content: torch.Tensor, copied: Any, timeout: float) -> None:
         """In the thread: when a message is in host memory, it goes its way."""
-        deadline = time.monotonic() + timeout
-        while not copied.query():
-            if time.monotonic() > deadline:
-                raise TapTimeout(
-                    f"rank {self.rank} waited {timeout:g} s for its GPU to copy the taps of stage {header.stage}, microbatch "
-                    f"{header.microbatch}, to host memory"
-                )
-            time.sleep(LOOK)
+        self._await_copy(copied, header, time.monotonic() + timeout, "to")
         try:
             room = self.inner.reserve(header.stage, header.num_bytes, timeout)
             room.copy_(content)
@@ -132,13 +125,17 @@ class PinnedTransport:
         self.inner.end_step(timeout)
         deadline = time.monotonic() + timeout
         for header, event in self._copies.under_way():
-            while not event.query():
-                if time.monotonic() > deadline:
-                    raise TapTimeout(
-                        f"rank {self.rank} waited {timeout:g} s for its GPU to copy the taps of stage {header.stage}, "
-                        f"microbatch {header.microbatch}, from host memory"
-                    )
-                time.sleep(LOOK)
+            self._await_copy(event, header, deadline, "from")
+
+    def _await_copy(self, event: Any, header: Header, deadline: float, way: str) -> None:
+        """Until the event of a copy is done, or the clock says that the step's timeout has passed."""
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise TapTimeout(
+                    f"rank {self.rank} waited {self._timeout:g} s for its GPU to copy the taps of stage {header.stage}, "
+                    f"microbatch {header.microbatch}, {way} host memory"
+                )
+            time.sleep(LOOK)
 
     def dead_ranks(self) -> list[int]:
         return self.inner.dead_ranks()
