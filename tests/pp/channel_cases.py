@@ -73,6 +73,14 @@ def require_values(plan, taken, step, shapes):
             assert torch.equal(value, expected), (step, microbatch, tap)
 
 
+def require_one_crossing(results):
+    """Of every tap, by what `(bytes sent, bytes by the formula, bytes left)` the ranks return of a case; some did cross."""
+    for sent, formula, queued in results:
+        assert sent == formula
+        assert queued == 0
+    assert sum(sent for sent, _, _ in results) > 0
+
+
 def sleeping(generator, most=0.002):
     """Waits a random while before every action, so that ranks run ahead of each other."""
 
