@@ -49,7 +49,7 @@ class CudaCalls:
         return torch.cuda.current_stream(self.device)
 
     def enter_thread(self) -> None:
-        """Makes this GPU the current one of a new thread, whose calls would make a context on the first GPU, of 500 MB."""
+        """Makes this GPU the current one of a new thread, whose calls would make a context on the first GPU."""
         torch.cuda.set_device(self.device)
 
     # ------------------------------------------------------------------------------------------------- tensors
