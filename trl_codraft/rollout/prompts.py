@@ -94,7 +94,7 @@ def _best_cut(prompts: list[Tokens], min_saved: float) -> int:
     lengths = [len(prompt) for prompt in ordered]
     shared = [0, *(_common_length(one, other) for one, other in zip(ordered, ordered[1:], strict=False))]
     _, wholes = _numbered(prompt[:-1] for prompt in ordered)
-    # Read at once, prompts of one length need no mask, and attention with one takes about twice the time.
+    # Read at once, prompts of one length need no mask, which outweighs little that is shared (benchmarks/prompt_reading.py).
     least = max(lengths) / 2 if len(set(lengths)) == 1 else 0
     best = 0
     # Between these lengths the number of beginnings is the same, so that the longest saves most.
