@@ -96,7 +96,9 @@ MUTATIONS = {
     "pinned: published before it is copied": (
         "pinned, shared memory",
         FEW_SLOTS,
-        lambda: without(PinnedTransport, "_publish", "while not copied.query():", "while False:"),
+        lambda: without(
+            PinnedTransport, "_publish", 'self._await_copy(copied, header, time.monotonic() + timeout, "to")'
+        ),
     ),
     "pinned: the side stream does not wait for the forward": (
         "pinned, gloo",
