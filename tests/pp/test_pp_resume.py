@@ -1,6 +1,7 @@
 """A checkpoint of a run with a pipeline goes on under another number of stages, or without, and the other way round."""
 
 import pytest
+import torch
 from group.comparison import assert_close
 from group.forked_ranks import run_script
 
@@ -40,23 +41,31 @@ CASES = [
 ]
 
 
+def weights_of_all_ranks(ranks, *run):
+    """Final weights by name: of a policy in parts a rank has its own. What several ranks hold, they hold alike."""
+    together = {}
+    for rank in ranks:
+        for name, weight in rank[run]["weights"].items():
+            assert torch.equal(together.setdefault(name, weight), weight), name
+    return together
+
+
 @pytest.mark.parametrize(("line", "start", "size", "lora"), CASES)
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(runs, line, start, size, lora):
-    compared = set()
     for rank in runs(line):
-        whole, resumed = rank[start, lora, None], rank[start, lora, size]
-        assert len(whole["logs"]) == 4
-        for ours, theirs in zip(resumed["logs"][-2:], whole["logs"][-2:], strict=True):
+        whole, resumed = rank[start, lora, None]["logs"], rank[start, lora, size]["logs"]
+        assert len(whole) == 4
+        for ours, theirs in zip(resumed[-2:], whole[-2:], strict=True):
             for key in ("loss", "grad_norm", "learning_rate", "entropy", "draft/loss", "draft/grad_norm"):
                 assert_close(ours[key], theirs[key], TOLERANCE, key)
-        # Of a policy in parts a rank has its own; all ranks together have all.
-        names = whole["weights"].keys() & resumed["weights"].keys()
-        compared |= names
-        for name in names:
-            assert_close(resumed["weights"][name], whole["weights"][name], TOLERANCE, name)
-    layers = {name.partition("layers.")[2].partition(".")[0] for name in compared if not name.startswith("draft.")}
+    whole, resumed = (weights_of_all_ranks(runs(line), start, lora, end) for end in (None, size))
+    assert resumed.keys() == whole.keys()
+    for name, weight in whole.items():
+        assert_close(resumed[name], weight, TOLERANCE, name)
+    policy = {name for name in whole if not name.startswith("draft.")}
+    layers = {name.partition("layers.")[2].partition(".")[0] for name in policy}
     assert layers == {"", *map(str, range(6))}
-    assert any(name.endswith("norm.weight") and "layers" not in name for name in compared)
+    assert any(name.endswith("norm.weight") and "layers" not in name for name in policy)
 
 
 def test_the_momentum_of_every_parameter_is_on_the_rank_of_its_stage(runs):
