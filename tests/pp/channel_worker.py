@@ -5,6 +5,7 @@ import random
 import resource
 import signal
 import sys
+import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -46,6 +47,36 @@ def many_open_files(rank, group, transport):
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     assert max(held) > 1024
     return changing_shapes(rank, group, transport)
+
+
+def many_slots(rank, group, transport):
+    """The draft's rank reads nothing before the source has filled every one of many slots."""
+    count = 300
+    plan = mixed_plan(2, num_microbatches=count, schedule="GPipe", slots=count)
+    channel = make_channel(rank, plan, transport, group)
+    filled = Path(os.environ["CASE_FOLDER"]) / "filled"
+
+    def in_turn(action):
+        if rank == 0 and action.backward:
+            filled.touch()
+        while rank == 1 and not filled.exists():
+            time.sleep(0.01)
+
+    shapes = [(1, 1)] * count
+    taken = run_step(channel, rank, 0, shapes, in_turn)
+    if channel.is_sink:
+        require_values(plan, taken, 0, shapes)
+    channel.close()
+    return len(taken)
+
+
+def too_many_slots(rank, group, transport):
+    """More than a socket can hold the headers of."""
+    try:
+        make_channel(rank, mixed_plan(2, schedule="GPipe", slots=10**6), transport, group).close()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def layer_stack(seed, count=4, width=8):
@@ -207,6 +238,8 @@ CASES = {
     "interleaved": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4)),
     "interleaved, fewest slots": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4, slots=2)),
     "one slot, GPipe": (3, partial(changing_shapes, schedule="GPipe", slots=1)),
+    "many slots": (2, many_slots),
+    "too many slots": (2, too_many_slots),
     "recomputation": (2, recomputation),
     "refusals": (2, refusals),
     "leftovers": (2, leftovers),

@@ -46,6 +46,18 @@ def test_every_tap_arrives_to_the_bit_and_crosses_once(outcomes, transport, case
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_source_may_fill_many_slots_before_the_first_is_read(outcomes, transport):
+    assert succeeded(outcomes[transport, "many slots"]) == [0, 300]
+
+
+def test_more_slots_than_a_socket_holds_headers_of_are_refused_on_all_ranks(outcomes):
+    messages = succeeded(outcomes["shared memory", "too many slots"])
+    assert messages[0] == messages[1]
+    assert "have 1000000 landing slots together" in messages[0]
+    assert succeeded(outcomes["gloo", "too many slots"]) == ["", ""]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_recomputed_forwards_and_evaluations_send_nothing(outcomes, transport):
     results = succeeded(outcomes[transport, "recomputation"])
     assert [epoch for epoch, _ in results] == [3, 3]

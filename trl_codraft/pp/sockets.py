@@ -36,6 +36,8 @@ LOOK = 0.002
 # A ring that was too small is replaced by one with this much to spare.
 GROWTH = 1.25
 PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+# What the kernel counts, at most, for a header that waits to be read; messages besides those of slots.
+QUEUED_BYTES, OTHER_MESSAGES = 1024, 16
 
 
 class Ring(Protocol):
@@ -55,7 +57,7 @@ class SocketTransport(ABC):
             All ranks of the pipeline, used to connect and never again.
 
     Raises:
-        ValueError: in `connect`, if the processes cannot share memory.
+        ValueError: in `connect`, if the processes cannot share memory, or a socket cannot hold as many headers as slots.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -90,6 +92,16 @@ class SocketTransport(ABC):
                 "`GlooTransport`."
             )
         self._pids = [theirs["pid"] for theirs in everyone]
+        # A source may fill all its slots, and the draft's rank give all back, before the other end reads a header.
+        by_source = {lane.source: [other.slots for other in lanes if other.source == lane.source] for lane in lanes}
+        self._most_slots = max(map(sum, by_source.values()), default=0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            held = _hold_headers(probe, self._most_slots)
+        if held < self._most_slots:
+            raise ValueError(
+                f"The lanes of a rank have {self._most_slots} landing slots together, but a socket holds the headers of {held} "
+                "(`net.core.wmem_max`). Set fewer `slots`, or use `GlooTransport`."
+            )
         for lane in lanes:
             if self.rank == lane.sink:
                 self._sinks[lane.stage] = SinkEnd(lane.slots)
@@ -128,6 +140,7 @@ class SocketTransport(ABC):
 
     def _watch(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
+        _hold_headers(connection, self._most_slots)
         self._sockets[rank] = connection
         # A closed socket is no proof of life or death: forked workers of a dead process keep its sockets open.
         self._pidfds[rank] = os.pidfd_open(self._pids[rank])
@@ -188,7 +201,7 @@ class SocketTransport(ABC):
     # -------------------------------------------------------------------------------------------------- events
 
     def _send(self, rank: int, header: Header, content: bytes = b"", fd: int | None = None) -> None:
-        """One datagram. There are never more under way than slots, which the socket's buffer holds."""
+        """One datagram. There are never more under way than slots, which the socket was made to hold."""
         ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
             self._sockets[rank].sendmsg([header.pack() + content], ancillary)
@@ -315,6 +328,14 @@ class SocketTransport(ABC):
     def memory_bytes(self) -> int:
         """Bytes of the landing slots that this rank has mapped."""
         return sum(ring.slots * ring.slot_bytes for ring in self._rings.values())
+
+
+def _hold_headers(connection: socket.socket, count: int) -> int:
+    """Lets a socket hold as many headers that were not read yet, as far as the kernel allows. Returns how many it holds."""
+    needed = QUEUED_BYTES * (OTHER_MESSAGES + count)
+    if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < needed:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, needed)
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // QUEUED_BYTES - OTHER_MESSAGES
 
 
 def _readable(fds: Iterable[int], seconds: float) -> set[int]:
