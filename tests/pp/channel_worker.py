@@ -226,6 +226,11 @@ def killed_in_step(rank, group, transport):
     descriptors = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     mappings = Path("/proc/self/maps").read_text().split("\n")
     files = [*descriptors, *(line.split(maxsplit=5)[5] for line in mappings if line.count("/"))]
+    # Of sockets with a name: number, and path or "@" and an address.
+    sockets = [line.split()[6:] for line in Path("/proc/net/unix").read_text().split("\n")[1:]]
+    files += [
+        name for number, *names in filter(None, sockets) for name in names if f"socket:[{number}]" in descriptors
+    ]
     torch.save(files, Path(os.environ["CASE_FOLDER"]) / f"files{rank}.pt")
     dist.barrier(group)
     os.kill(os.getpid(), signal.SIGKILL)

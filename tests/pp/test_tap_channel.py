@@ -107,6 +107,8 @@ def test_nothing_is_left_in_file_systems_after_a_kill(outcomes, folder, transpor
         own = (str(folder), sys.prefix, sys.base_prefix)
         assert [name for name in named if not name.startswith(own)] == []
         assert any("memfd:taps (deleted)" in name for name in files) == (transport == "shared memory")
+        # The draft's rank is the one that is connected to.
+        assert any(name.startswith("@") for name in files) == (transport == "shared memory" and number == 1)
 
 
 @pytest.mark.parametrize("output", [False, True], ids=["input", "output"])
