@@ -297,6 +297,7 @@ def _announce_plan(
             draft_everywhere=True,
             replica=parts is None,
             views=True,
+            reference_bytes=_bytes_of_reference(trainer) if parts is None else 0,
             parts=parts,
             memory=memory,
         )
@@ -314,11 +315,16 @@ def _announce_plan(
 
 def _bytes_of_parts(trainer: "CoDraftGRPOTrainer", group: dist.ProcessGroup) -> list[tuple[int, int]]:
     """By rank of the pipeline, the bytes of what it holds of the policy and its reference, and of what it trains."""
-    parameters = [*trainer.model.parameters(), *([] if trainer.ref_model is None else trainer.ref_model.parameters())]
-    own = sum(p.nbytes for p in parameters), sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    weights = sum(p.nbytes for p in trainer.model.parameters()) + _bytes_of_reference(trainer)
+    own = weights, sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
     parts = [own] * dist.get_world_size(group)
     dist.all_gather_object(parts, own, group)
     return parts
+
+
+def _bytes_of_reference(trainer: "CoDraftGRPOTrainer") -> int:
+    """Of what this rank holds of a reference policy that is a model of its own."""
+    return 0 if trainer.ref_model is None else sum(p.nbytes for p in trainer.ref_model.parameters())
 
 
 def unsupported_in_stages(trainer: "CoDraftGRPOTrainer") -> str | None:

@@ -89,7 +89,8 @@ def test_taps_draft_and_replica_lie_where_they_are_used():
     plan = plan_memory(policy, (2, 2), num_ranks=2, tap_layers=(1, 3, 4), draft_bytes=1000, replica=False, **SIZES)
     taps = TapPlan.for_layers((1, 3, 4), (2, 2), 32, torch.float32, num_ranks=2, num_microbatches=4)
     slots, tap = taps.lanes[0].slots, ROWS * COLUMNS * 32 * 4
-    assert [memory.taps for memory in plan.ranks] == [slots * tap, slots * tap + 4 * 3 * tap]
+    # Of each of 4 microbatches three taps and what the teacher reads.
+    assert [memory.taps for memory in plan.ranks] == [slots * tap, slots * tap + 4 * (3 + 1) * tap]
     assert [memory.draft for memory in plan.ranks] == [0, 1000]
     assert [memory.replica for memory in plan.ranks] == [0, 0]
 
@@ -158,6 +159,13 @@ def test_a_draft_takes_what_it_has_after_a_step_and_the_copy_that_rolls_out():
     gradients = sum(parameter.grad.nbytes for parameter in draft.parameters())
     assert draft_memory(draft) == weights + gradients + states
     assert draft_memory(draft, rolls_out=True) == draft_memory(draft) + weights
+
+
+def test_a_reference_policy_counts_as_weights_of_every_rank():
+    policy = tiny_policy("llama")
+    alone, beside = (plan_memory(policy, (3, 1), num_ranks=2, reference_bytes=size, **SIZES) for size in (0, 999))
+    assert [rank.weights for rank in beside.ranks] == [rank.weights + 999 for rank in alone.ranks]
+    assert [rank.total for rank in beside.ranks] == [rank.total + 999 for rank in alone.ranks]
 
 
 def test_the_table_shows_small_policies_in_a_unit_that_shows_them():

@@ -266,8 +266,12 @@ def test_the_dtype_between_stages_is_that_of_the_residual_stream(dtype):
 
 @pytest.mark.parametrize(("context", "columns"), [(1, 10), (4, 3)])
 @pytest.mark.parametrize("learns", [True, False])
-def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch):
-    """Columns of a shard, taps only where a draft learns from them, state that ranks share, a copy that rolls out."""
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, in_parts, monkeypatch):
+    """
+    Columns of a shard, taps only where a draft learns from them, state that ranks share, a copy that rolls out, a reference
+    policy unless it is in the parts.
+    """
     planned = {}
     monkeypatch.setattr(pipeline_group, "plan_memory", lambda *arguments, **sizes: planned.update(sizes))
     args = SimpleNamespace(
@@ -290,13 +294,15 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, monkeypatch)
     trainer = SimpleNamespace(
         args=args,
         model=tiny_policy(),
+        ref_model=nn.Linear(5, 7, bias=False),
         draft_model=nn.Linear(2, 3, bias=False),
         recorder=SimpleNamespace(tap_layers=(0, 2)),
         accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
     )
-    pipeline_group._announce_plan(trainer, LAYERS)
+    pipeline_group._announce_plan(trainer, LAYERS, [(3, 2), (1, 1)] if in_parts else None)
     assert planned["state_sharers"] == (4 if learns else 1)
     assert planned["columns"] == columns
+    assert planned["reference_bytes"] == (0 if in_parts else 5 * 7 * 4)
     assert planned["num_microbatches"] == 3 * 2 * context
     assert planned["tap_layers"] == ((0, 2) if learns else ())
     assert planned["draft_bytes"] == (2 + 2 / 8 + 1 if learns else 4) * 6 * 4

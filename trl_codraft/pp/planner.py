@@ -48,11 +48,12 @@ class RankMemory:
 
     Attributes:
         weights (`int`), gradients (`int`), optimizer (`int`):
-            Of its stages.
+            Of its stages. A reference policy counts among the weights.
         activations (`int`):
             What autograd keeps of the microbatches under way, and the hidden states that travel.
         taps (`int`):
-            Landing slots and the taps of a step on the draft's rank, copies that are under way on others.
+            On the draft's rank landing slots, and the taps and last hidden states of a step; copies that are under way on
+            others.
         draft (`int`):
             On the draft's rank.
         replica (`int`):
@@ -141,6 +142,7 @@ def plan_memory(
     draft_everywhere: bool = False,
     replica: bool = True,
     views: bool = False,
+    reference_bytes: int = 0,
     parts: Sequence[tuple[int, int]] | None = None,
     memory: int | None = None,
 ) -> PipelineMemory:
@@ -169,8 +171,11 @@ def plan_memory(
             Whether every rank holds the whole policy for rollouts.
         views (`bool`, *optional*, defaults to `False`):
             Whether the stages are views of it ([`StageView`]): it then holds their weights.
+        reference_bytes (`int`, *optional*, defaults to `0`):
+            Of a reference policy that every rank holds besides.
         parts (`Sequence[tuple[int, int]]`, *optional*):
-            By rank, the bytes of its weights and of those it trains, where no rank has the whole policy.
+            By rank, the bytes of its weights (of policy and reference) and of those it trains, where no rank has the whole
+            policy.
         memory (`int`, *optional*):
             Bytes that a rank has.
 
@@ -195,6 +200,8 @@ def plan_memory(
         sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "schedule": schedule}
         plan = TapPlan.for_layers(tap_layers, layers_per_stage, policy.config.hidden_size, policy.dtype, **sizes)
         taps = _tap_bytes(plan, (rows, columns), num_ranks)
+        # The teacher reads the last hidden states, which the draft's rank has of itself.
+        taps[(num_stages - 1) % num_ranks] += num_microbatches * hidden
     whole = sum(parameter.nbytes for parameter in policy.parameters())
     ranks = []
     for rank in range(num_ranks):
@@ -203,7 +210,7 @@ def plan_memory(
         travelling = sum((stage > 0) + (stage < num_stages - 1) for stage in stages) * num_microbatches * hidden
         ranks.append(
             RankMemory(
-                weights=weights[rank],
+                weights=weights[rank] + reference_bytes,
                 gradients=trained[rank],
                 optimizer=-(-states_per_parameter * trained[rank] // state_sharers),
                 activations=_peak(order, rank, kept) + max(extra[stage] for stage in stages) + travelling,
