@@ -197,6 +197,9 @@ class PipelinedLoss(GroupedLoss):
 
             pipeline.step(rows.inputs(), loss, rows.tap_shapes(), with_taps=learns)
             self._take_taps(jobs, rows)
+        if learns and pipeline.channel is not None:
+            # Before anything that waits for earlier stages, which still run backwards.
+            self._learn_from_kept()
         return self._share_scores(kept)
 
     def _forward_pipeline(self, model: StagedModel, jobs: list[Job], for_draft: bool = False) -> list[Scores]:
@@ -226,8 +229,10 @@ class PipelinedLoss(GroupedLoss):
         pipeline = self.pipelining.pipeline
         if self._last_hidden is None or not pipeline.has_last:
             return
-        for number, (job, last_hidden) in enumerate(zip(jobs, self._last_hidden, strict=True)):
-            states = [rows.keep_states(number, state) for state in [*pipeline.channel.take(number), last_hidden]]
+        for number, job in enumerate(jobs):
+            # What is packed is let go of.
+            states = [*pipeline.channel.take(number), self._last_hidden.pop(0)]
+            states = [rows.keep_states(number, state) for state in states]
             self._keep_for_draft(job.tensors, states[:-1], states[-1])
 
     def _empty_scores(self, jobs: list[Job]) -> list[torch.Tensor]:
@@ -252,6 +257,10 @@ class PipelinedLoss(GroupedLoss):
 
     def _keep_for_draft(self, rows: dict[str, torch.Tensor], taps: list[torch.Tensor], last_hidden: torch.Tensor):
         """What the draft learns from one microbatch, on the last stage's ranks."""
+        raise NotImplementedError
+
+    def _learn_from_kept(self):
+        """The draft's gradients of what was kept."""
         raise NotImplementedError
 
     @contextmanager

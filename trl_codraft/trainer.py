@@ -286,11 +286,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
 
     def _train_draft(self) -> None:
         """The draft's part of a micro-step, after the policy's backward; an update at the end of the window."""
-        start = time.perf_counter()
-        batches, self._draft_batches = self._draft_batches, []
-        for batch in batches:
-            self.draft_trainer.accumulate(batch, draft_loss_on(self))
-        self._draft_seconds += time.perf_counter() - start
+        self._learn_from_kept()
         if not self.accelerator.sync_gradients:
             return
         start = time.perf_counter()
@@ -301,6 +297,13 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             self._metrics["train"][name].append(value)
         self._simulated_accept_length = metrics.get("draft/accept_length_sim")
         warn_about_metrics(metrics, self._draft_is_fresh)
+
+    def _learn_from_kept(self):
+        start = time.perf_counter()
+        batches, self._draft_batches = self._draft_batches, []
+        for batch in batches:
+            self.draft_trainer.accumulate(batch, draft_loss_on(self))
+        self._draft_seconds += time.perf_counter() - start
 
     # Rolling out with the draft
 

@@ -24,6 +24,19 @@ def test_nothing_of_a_window_is_kept_after_its_step(ranks):
         assert len(set(rank["2"]["graphs"])) == 1
 
 
+@pytest.mark.parametrize("size", ["2", "2p"])
+def test_the_draft_learns_after_its_ranks_last_backward_while_earlier_stages_run_theirs(ranks, size):
+    first, last = (rank["drain"][size]["events"] for rank in ranks)
+    assert first == ["backward"] * 3 + ["waited", "backward"]
+    assert last == ["backward"] * 4 + ["draft"] * 4
+
+
+@pytest.mark.parametrize("size", ["2", "2p"])
+def test_what_waits_for_the_draft_is_what_was_planned(ranks, size):
+    ((kept, planned),) = ranks[1]["drain"][size]["sizes"]
+    assert kept == planned > 0
+
+
 def test_what_is_trainable_does_not_depend_on_stages(ranks):
     assert ranks[0]["1"]["trainable"] == ranks[0]["2"]["trainable"] == ranks[1]["2"]["trainable"]
 

@@ -6,15 +6,20 @@ ways than one run from its start to its end, without a pipeline too, and saves w
 import gc
 import shutil
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from forked_ranks import fork_ranks
 from pp.resume_worker import RolloutsOfStep
-from pp.trainer_worker import build, release, save_policies, weights_here
+from pp.trainer_worker import TAPS, build, release, save_policies, weights_here
 from transformers import TrainerCallback
 
 from trl_codraft import CoDraftGRPOTrainer
+from trl_codraft.pp import plan_memory
+from trl_codraft.pp.schedule import _TappedStage
+from trl_codraft.training import DraftTrainer
 
 
 CLASSES = CoDraftGRPOTrainer, CoDraftGRPOTrainer
@@ -98,8 +103,58 @@ def shared_state_of_the_draft(out, world_size):
     return seen
 
 
+def draft_in_the_drain(rank, world_size, out, size):
+    """
+    A run in which the last backward of the first stage does not begin before the draft has learned from the whole window: what
+    each rank did in which order, and whether that backward gave up waiting. On the last stage also the bytes that waited for
+    the draft, and the planned ones.
+    """
+    events, sizes, learned = [], [], out / f"learned {size}"
+    case = {"gradient_accumulation_steps": 2, "max_steps": 1, "layers_per_stage": [3, 3]}
+    trainer = build(case, out, world_size, size, CLASSES)
+    pipeline = trainer.pipelining.pipeline
+    count, parts = 2 * pipeline.num_ranks, [(0, 0)] * 2
+    backward, accumulate, take_taps = _TappedStage.backward_one_chunk, DraftTrainer.accumulate, trainer._take_taps
+
+    def late_backward(self, number, *arguments, **named):
+        if rank == 0 and number == count - 1:
+            deadline = time.monotonic() + 20
+            while not learned.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            events.append("waited" if learned.exists() else "gave up")
+        events.append("backward")
+        return backward(self, number, *arguments, **named)
+
+    def seen_accumulate(self, *arguments):
+        accumulate(self, *arguments)
+        events.append("draft")
+        if events.count("draft") == count:
+            learned.touch()
+
+    def measured_take(jobs, rows):
+        if pipeline.has_last:
+            hidden = trainer._last_hidden[0]
+            kept = pipeline.channel.queued_bytes + sum(state.nbytes for state in trainer._last_hidden)
+            plan, shape = pipeline.channel.plan, {"rows": hidden.shape[0], "columns": hidden.shape[1]}
+            slots = sum(lane.slots * plan.message_bytes(lane.stage, hidden.shape[:2]) for lane in plan.lanes)
+            settings = {"num_ranks": 2, "num_microbatches": len(jobs), "tap_layers": TAPS, "parts": parts}
+            planned = plan_memory(trainer.model, (3, 3), **settings, **shape).ranks[-1].taps
+            sizes.append((kept, planned - slots))
+        take_taps(jobs, rows)
+
+    with (
+        mock.patch.object(_TappedStage, "backward_one_chunk", late_backward),
+        mock.patch.object(DraftTrainer, "accumulate", seen_accumulate),
+        mock.patch.object(trainer, "_take_taps", measured_take),
+    ):
+        trainer.train()
+    release(trainer)
+    return {"events": events, "sizes": sizes}
+
+
 def run(rank, world_size, out):
     seen = {size: stopped_and_again(out, world_size, size) for size in ("1", "2")}
+    seen["drain"] = {size: draft_in_the_drain(rank, world_size, out, size) for size in ("2", "2p")}
     seen["draft"] = shared_state_of_the_draft(out, world_size)
     return {**seen, "files": [optimizer_files(out, world_size, size) for size in ("2", "1", "2")]}
 
