@@ -121,17 +121,23 @@ def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | 
     Returns:
         `str` or `None`: what stands in the way and what to set instead.
     """
-    args = trainer.args
+    args, state = trainer.args, trainer.accelerator.state
     if trainer._is_vlm:
         return (
             f"the policy takes a processor (vision-language model), and images cannot be split over ranks. {instead}"
+        )
+    mesh = state.parallelism_config
+    if base_policy(trainer.model).tp_size is not None or (mesh is not None and mesh.tp_size > 1):
+        return (
+            "a tensor-parallel policy has pieces of layers where ranks are taken to have whole ones. Load it without "
+            f"`tp_plan`, and set `tp_size=1` in Accelerate's `ParallelismConfig`. {instead}"
         )
     if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
         return (
             f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA. "
             f"{instead}"
         )
-    if args.torch_compile or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+    if args.torch_compile or state.dynamo_plugin.backend != DynamoBackend.NO:
         return (
             "`torch_compile` cannot trace a forward that other ranks take part in. Set `torch_compile=False`, and "
             "`dynamo_backend: 'NO'` in the Accelerate config."

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from group.forked_ranks import run_script
 from grpo_runs import codraft_trainer
@@ -232,7 +233,10 @@ def fake_trainer(policy=None, **overrides):
     accelerator = SimpleNamespace(
         distributed_type=overrides.pop("distributed_type", DistributedType.MULTI_GPU),
         is_fsdp2=overrides.pop("is_fsdp2", False),
-        state=SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend=overrides.pop("dynamo", "no"))),
+        state=SimpleNamespace(
+            dynamo_plugin=TorchDynamoPlugin(backend=overrides.pop("dynamo", "no")),
+            parallelism_config=overrides.pop("mesh", None),
+        ),
     )
     args = SimpleNamespace(torch_compile=False, neftune_noise_alpha=None, **overrides.pop("args", {}))
     vars(args).update(overrides.pop("set", {}))
@@ -248,6 +252,7 @@ def fake_trainer(policy=None, **overrides):
         ({"distributed_type": DistributedType.FSDP}, "fsdp_version: 2"),
         ({"set": {"torch_compile": True}}, "torch_compile=False"),
         ({"dynamo": "inductor"}, "dynamo_backend: 'NO'"),
+        ({"mesh": ParallelismConfig(tp_size=2)}, "set `tp_size=1`"),
         ({"set": {"neftune_noise_alpha": 5.0}}, "neftune_noise_alpha"),
         ({"policy": tiny_policy(attention_dropout=0.1)}, "attention_dropout=0.0"),
         ({"policy": tiny_policy("mixtral", router_jitter_noise=0.1)}, "router_jitter_noise"),

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
@@ -28,11 +29,19 @@ def quantized_policy():
     return policy
 
 
+def tensor_parallel_policy():
+    """As Transformers marks one."""
+    policy = tiny_policy()
+    policy._tp_size = 2
+    return policy
+
+
 def fake_trainer(
     policy=None,
     aux_loss=False,
     vlm=False,
     dynamo="no",
+    mesh=None,
     kind=DistributedType.MULTI_CPU,
     rollout_func=None,
     **settings,
@@ -48,7 +57,7 @@ def fake_trainer(
         "use_draft": True,
         "draft_pretrain_steps": 0,
     }
-    state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend=dynamo))
+    state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend=dynamo), parallelism_config=mesh)
     return SimpleNamespace(
         model=tiny_policy() if policy is None else policy,
         accelerator=SimpleNamespace(distributed_type=kind, state=state),
@@ -68,6 +77,8 @@ def fake_trainer(
         ({"aux_loss": True}, "router_aux_loss_coef=0.0"),
         ({"torch_compile": True}, "torch_compile=False"),
         ({"dynamo": "inductor"}, "torch_compile=False"),
+        ({"policy": tensor_parallel_policy()}, "Load it without `tp_plan`"),
+        ({"mesh": ParallelismConfig(tp_size=2)}, "set `tp_size=1`"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='server'"),
         (
@@ -112,6 +123,7 @@ def test_a_run_that_cannot_have_a_pipeline_is_named(overrides, reason):
 def test_supported_runs_are_not_refused(policy):
     assert unsupported_in_stages(fake_trainer(policy)) is None
     assert unsupported_in_stages(fake_trainer(policy, use_vllm=True)) is None
+    assert unsupported_in_stages(fake_trainer(policy, mesh=ParallelismConfig(dp_replicate_size=2))) is None
     in_parts = {"holds_whole_policy": False, "draft_pretrain_steps": 2}
     assert unsupported_in_stages(fake_trainer(policy, use_vllm=True, **in_parts)) is None
     in_parts = {"holds_whole_policy": False, "rollout_func": print}
