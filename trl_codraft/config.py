@@ -125,7 +125,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         pipeline_shard_optimizer (`bool`, *optional*, defaults to `False`):
             Whether the ranks that hold the same stage share its optimizer state (ZeRO, stage 1). Needs several pipelines.
         tap_channel_slots (`int`, *optional*):
-            Landing slots per lane of the tap channel. If `None`, the smallest safe number plus one.
+            Landing slots per lane of the tap channel. If `None`, one more than a stage fills at equal stage times.
     """
 
     # Parameters that control the draft model
@@ -237,7 +237,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         default=False, metadata={"help": "Whether ranks that hold the same stage share its optimizer state."}
     )
     tap_channel_slots: int | None = field(
-        default=None, metadata={"help": "Landing slots per lane of the tap channel. If None, one more than needed."}
+        default=None, metadata={"help": "Landing slots per lane of the tap channel. If None, enough not to wait."}
     )
 
     def __post_init__(self):
