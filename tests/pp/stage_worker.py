@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM
 from trl_codraft.pp import (
     Pipeline,
     PolicyReplica,
+    align_parts,
     average_gradients,
     clip_grad_norm,
+    keep_stages,
     load_optimizer,
     pad_microbatches,
     reduce_gradients,
@@ -183,6 +185,25 @@ def replicas(rank, world_size, layers, adapters=False, **overrides):
     return result
 
 
+def aligned(rank, world_size):
+    """Parts of two pipelines of two stages, the weights of each rank moved by another amount before they are aligned."""
+    row, place = divmod(rank, 2)
+    pipelines, holders = (
+        [dist.new_group(ranks) for ranks in groups] for groups in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
+    )
+    policy, whole = (policy_of(tie_word_embeddings=False) for _ in range(2))
+    keep_stages(policy, (2, 2), (place,), embedding=True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += rank
+    align_parts(policy, pipelines[row], holders[place], embedding=True)
+    expected, moved_by = dict(whole.named_parameters()), {"model.embed_tokens.weight": 0}
+    return {
+        name: torch.equal(parameter, expected[name] + moved_by.get(name, place))
+        for name, parameter in policy.named_parameters()
+    }
+
+
 def optimizer_of(policies, lr=0.01):
     """AdamW with the usual two groups."""
     parameters = [parameter for policy in policies for parameter in policy.parameters()]
@@ -290,5 +311,6 @@ if __name__ == "__main__":
     }
     for number, (name, (size, settings)) in enumerate(REPLICAS.items()):
         outcomes[name] = fork_ranks(partial(replicas, **settings), size, folder / f"replicas-{number}")
+    outcomes["aligned"] = fork_ranks(aligned, 4, folder / "aligned")
     outcomes["checkpoints"] = fork_ranks(checkpoints, 4, folder / "checkpoints", folder / "saved")
     torch.save(outcomes, folder / "outcomes.pt")

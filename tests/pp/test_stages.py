@@ -53,6 +53,13 @@ def test_a_replica_is_the_whole_policy_and_generates_the_same_tokens(outcomes, r
     assert len({str(generated) for generated, _ in results[0]["tokens"]}) > 1
 
 
+def test_weights_of_the_first_rank_that_holds_a_stage_count(outcomes):
+    for result in succeeded(outcomes["aligned"]):
+        assert "model.embed_tokens.weight" in result
+        assert len(result) > 18
+        assert all(result.values()), result
+
+
 def test_a_checkpoint_of_two_stages_loads_as_a_whole_policy(outcomes):
     for result in succeeded(outcomes["checkpoints"]):
         assert result["files"] == [
