@@ -76,13 +76,19 @@ CASES = {
     "one slot": Case(3, (1, 1, 2), slots=1, microbatches=5),
     "checkpointing": Case(2, (2, 2), checkpointing="non-reentrant"),
     "reentrant checkpointing": Case(2, (2, 2), checkpointing="reentrant"),
+    "GPipe, checkpointing": Case(2, (2, 2), "GPipe", checkpointing="non-reentrant"),
+    "GPipe, reentrant checkpointing": Case(2, (2, 2), "GPipe", checkpointing="reentrant"),
     "interleaved, checkpointing": Case(2, LAYERS_4, "Interleaved1F1B", checkpointing="non-reentrant"),
+    "interleaved, reentrant checkpointing": Case(2, LAYERS_4, "Interleaved1F1B", checkpointing="reentrant"),
     "bf16": Case(2, (2, 2), dtype=torch.bfloat16),
     "100 steps, 3 ranks, gloo": Case(3, (1, 2, 1), transport="gloo", taps=(1, 2, 3), steps=100),
     "100 steps, interleaved": Case(2, LAYERS_4, "Interleaved1F1B", steps=100),
     **{
-        name: Case(2, (3, 1), model=name, microbatches=2, overrides=tuple(overrides.items()))
+        name + ending: Case(
+            2, (3, 1), model=name, microbatches=2, checkpointing=checkpointing, overrides=tuple(overrides.items())
+        )
         for name, overrides in ARCHITECTURES.items()
+        for ending, checkpointing in (("", None), (", checkpointing", "non-reentrant"))
     },
 }
 # A choice for every run of the tests; `test_pipeline.py` marks the others slow.
