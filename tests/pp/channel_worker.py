@@ -17,7 +17,7 @@ from forked import fork_ranks, side_by_side
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trl_codraft.pp import Tap, TapPlan
+from trl_codraft.pp import Tap, TapPlan, open_channel, opening, sockets
 
 
 def changing_shapes(rank, group, transport, schedule="1F1B", num_stages=None, slots=None):
@@ -77,6 +77,23 @@ def too_many_slots(rank, group, transport):
     except ValueError as error:
         return str(error)
     return ""
+
+
+def two_hosts(rank, group, transport):
+    """Ranks that see that they do not run on one host: what shared memory says to it, and how taps travel instead."""
+    sockets.place = opening.place = lambda: f"host {rank}"
+    message = ""
+    plan, shapes = mixed_plan(2), [(2, 3)] * 6
+    try:
+        make_channel(rank, plan, "shared memory", group)
+    except ValueError as error:
+        message = str(error)
+    channel = open_channel(plan, rank, dist.new_group([0, 1], backend="gloo"), timeout=20.0)
+    taken = run_step(channel, rank, 0, shapes)
+    if channel.is_sink:
+        require_values(plan, taken, 0, shapes)
+    channel.close()
+    return message, type(channel.transport).__name__
 
 
 def layer_stack(seed, count=4, width=8):
@@ -245,6 +262,7 @@ CASES = {
     "one slot, GPipe": (3, partial(changing_shapes, schedule="GPipe", slots=1)),
     "many slots": (2, many_slots),
     "too many slots": (2, too_many_slots),
+    "two hosts": (2, two_hosts),
     "recomputation": (2, recomputation),
     "refusals": (2, refusals),
     "leftovers": (2, leftovers),

@@ -57,6 +57,12 @@ def test_more_slots_than_a_socket_holds_headers_of_are_refused_on_all_ranks(outc
     assert succeeded(outcomes["gloo", "too many slots"]) == ["", ""]
 
 
+def test_taps_between_hosts_travel_over_gloo(outcomes):
+    for message, transport in succeeded(outcomes["shared memory", "two hosts"]):
+        assert "the ranks run on ['host 0', 'host 1']. Use `GlooTransport`" in message
+        assert transport == "GlooTransport"
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_recomputed_forwards_and_evaluations_send_nothing(outcomes, transport):
     results = succeeded(outcomes[transport, "recomputation"])

@@ -38,6 +38,7 @@ from .split import (
     verify_split,
 )
 from .tap_channel import TapChannel
+from .transport import TransportUnavailable
 from .view import Shard, StageContext, StageView
 
 
@@ -64,6 +65,7 @@ __all__ = [
     "TapMismatch",
     "TapPlan",
     "TapTimeout",
+    "TransportUnavailable",
     "WholeStream",
     "align_parts",
     "average_gradients",
@@ -77,8 +79,8 @@ __all__ = [
     "load_optimizer",
     "load_part",
     "load_whole_optimizer",
-    "pad_microbatches",
     "open_channel",
+    "pad_microbatches",
     "plan_memory",
     "reduce_gradients",
     "remove_stage_files",

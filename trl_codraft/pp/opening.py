@@ -1,7 +1,6 @@
 """Which transport the taps of a pipeline travel by: found out by the ranks together, and logged."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from .gloo import GlooTransport
 from .pinned import PinnedTransport
 from .plan import TapPlan
 from .shared_memory import SharedMemoryTransport
+from .sockets import place
 from .tap_channel import TapChannel
 from .transport import Transport, TransportUnavailable
 
@@ -71,10 +71,7 @@ def open_channel(
 
 def share_memory(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of a group run in one container of one Linux host. Collective."""
-    mine = None
-    if sys.platform == "linux":
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            mine = (file.read(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")))
+    mine = place() if sys.platform == "linux" else None
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group)
     return mine is not None and all(theirs == mine for theirs in everyone)

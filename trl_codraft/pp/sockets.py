@@ -83,8 +83,8 @@ class SocketTransport(ABC):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listener.bind("")  # the kernel picks an abstract address that no file system knows
             listener.listen(len(lanes))
-        place = {"host": _place(), "pid": os.getpid(), "address": listener and listener.getsockname()}
-        everyone = gather_from_all(self.group, place, fingerprint)
+        mine = {"host": place(), "pid": os.getpid(), "address": listener and listener.getsockname()}
+        everyone = gather_from_all(self.group, mine, fingerprint)
         hosts = [theirs["host"] for theirs in everyone]
         if len(set(hosts)) > 1:
             raise ValueError(
@@ -346,7 +346,7 @@ def _readable(fds: Iterable[int], seconds: float) -> set[int]:
     return {fd for fd, _ in poll.poll(1000 * seconds)}
 
 
-def _place() -> str:
+def place() -> str:
     """Same on two processes iff they can reach each other's sockets and see each other's process ids."""
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
     return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])
