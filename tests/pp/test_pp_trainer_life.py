@@ -46,6 +46,18 @@ def test_a_checkpoint_replaces_the_other_kind_of_optimizer_files(ranks):
     assert ranks[0]["files"] == [stages, ["optimizer.pt"], stages]
 
 
+@pytest.mark.parametrize("size", ["2", "2p"])
+def test_the_hub_gets_the_whole_policy_and_the_draft_from_the_first_rank(ranks, size):
+    uploads, none = (rank["pushed"][size] for rank in ranks)
+    assert none == []
+    assert len(uploads) >= 2
+    weights = {"2": {"model.safetensors"}, "2p": {"model.safetensors.index.json"}}[size]
+    weights |= {f"model-0000{stage}-of-00002.safetensors" for stage in (1, 2)} if size == "2p" else set()
+    for files, equal in uploads:
+        assert weights | {"config.json", "draft/model.safetensors", "draft/config.json"} <= set(files)
+        assert equal
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -14,7 +14,7 @@ import torch
 from forked_ranks import fork_ranks
 from pp.resume_worker import RolloutsOfStep
 from pp.trainer_worker import TAPS, build, release, save_policies, weights_here
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_codraft import CoDraftGRPOTrainer
 from trl_codraft.pp import plan_memory
@@ -103,6 +103,37 @@ def shared_state_of_the_draft(out, world_size):
     return seen
 
 
+def pushed(out, world_size, size):
+    """What a run uploads to the Hub, at a checkpoint and at its end: files, and whether this rank's weights are among them."""
+    uploads, api = [], mock.MagicMock()
+
+    def upload(folder_path, **named):
+        folder = Path(folder_path)
+        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        equal = [torch.equal(saved[name], weight) for name, weight in trainer.model.named_parameters()]
+        uploads.append((sorted(files), all(equal)))
+        return mock.MagicMock()
+
+    def init_hf_repo(trainer, *arguments, **named):
+        trainer.hub_model_id, trainer.push_in_progress = "me/policy", None
+
+    api.upload_folder.side_effect = upload
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(out / "run", ignore_errors=True)
+    torch.distributed.barrier()
+    saves = {"save_strategy": "steps", "save_steps": 2, "push_to_hub": True, "hub_strategy": "every_save"}
+    with (
+        mock.patch("transformers.trainer.hf_api", return_value=api),
+        mock.patch("transformers.trainer.Trainer.init_hf_repo", init_hf_repo),
+    ):
+        trainer = build({"max_steps": 2, "dtype": "float32", **saves}, out, world_size, size, CLASSES)
+        trainer.train()
+        trainer.push_to_hub()
+    release(trainer)
+    return uploads
+
+
 def draft_in_the_drain(rank, world_size, out, size):
     """
     A run in which the last backward of the first stage does not begin before the draft has learned from the whole window: what
@@ -154,6 +185,7 @@ def draft_in_the_drain(rank, world_size, out, size):
 
 def run(rank, world_size, out):
     seen = {size: stopped_and_again(out, world_size, size) for size in ("1", "2")}
+    seen["pushed"] = {size: pushed(out, world_size, size) for size in ("2", "2p")}
     seen["drain"] = {size: draft_in_the_drain(rank, world_size, out, size) for size in ("2", "2p")}
     seen["draft"] = shared_state_of_the_draft(out, world_size)
     return {**seen, "files": [optimizer_files(out, world_size, size) for size in ("2", "1", "2")]}
