@@ -177,10 +177,9 @@ def required_slots(order: Order, num_stages: int, sources: Sequence[int], sink: 
         sources (`Sequence[int]`):
             Stages that send.
     """
-    for slots in range(1, 1 + max(action.microbatch for actions in order for action in actions)):
-        if runs_through(order, num_stages, dict.fromkeys(sources, slots), sink):
-            return slots
-    return 1 + max(action.microbatch for actions in order for action in actions)
+    most = 1 + max(action.microbatch for actions in order for action in actions)
+    enough = (n for n in range(1, most) if runs_through(order, num_stages, dict.fromkeys(sources, n), sink))
+    return next(enough, most)
 
 
 def slots_ahead(order: Order, num_stages: int, source: int, sink: int) -> int:
