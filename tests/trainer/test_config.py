@@ -1,6 +1,7 @@
 """Every draft field through `TrlParser`, and the refusals of the configuration."""
 
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,17 @@ def test_example_for_accelerate_launch_asks_for_context_parallelism(tmp_path, mo
         monkeypatch.setenv(name, value)
     config = CoDraftGRPOConfig(**settings(tmp_path))
     assert (config.context_parallel_size, config.parallelism_config) == (4, None)
+
+
+def test_example_for_two_nodes_holds_whole_pipelines_on_each():
+    folder = Path(__file__).resolve().parents[2]
+    example = folder / "examples" / "accelerate_configs" / "pipeline_parallel.yaml"
+    arguments = load_config_from_file(str(example))
+    docs = (folder / "docs" / "parallelism.md").read_text()
+    (size,) = set(re.findall(r"pipeline_parallel\.yaml[^`]*?--pipeline_parallel_size (\d+)", docs))
+    assert f"`--pipeline_parallel_size {size}`" in example.read_text()
+    assert (arguments.num_machines, arguments.num_processes) == (2, 16)
+    assert arguments.num_processes // arguments.num_machines % int(size) == 0
 
 
 @pytest.mark.parametrize(
