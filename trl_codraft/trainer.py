@@ -291,7 +291,9 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             return
         start = time.perf_counter()
         metrics = self.draft_trainer.step()
-        metrics["draft/time"] = self._draft_seconds + time.perf_counter() - start
+        seconds = torch.tensor([self._draft_seconds + time.perf_counter() - start], device=self.accelerator.device)
+        # Of the rank that took longest: in a pipeline, where only the last stage's learn, others wait for them elsewhere.
+        metrics["draft/time"] = self.accelerator.gather(seconds).max().item()
         self._draft_seconds = 0.0
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
@@ -308,15 +310,12 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
     # Rolling out with the draft
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        rows = prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         if self.draft_model is None:
-            return super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-            )
+            return super()._generate_single_turn(*rows)
         start = time.perf_counter()
         with self._speculative_generate():
-            completion_ids, logprobs = super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-            )
+            completion_ids, logprobs = super()._generate_single_turn(*rows)
         self._rollout_seconds += time.perf_counter() - start
         self._rollout_tokens += sum(len(ids) for ids in completion_ids)
         return completion_ids, logprobs

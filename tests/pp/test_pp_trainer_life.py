@@ -32,6 +32,12 @@ def test_the_draft_learns_after_its_ranks_last_backward_while_earlier_stages_run
 
 
 @pytest.mark.parametrize("size", ["2", "2p"])
+def test_the_logged_time_of_the_draft_is_that_of_the_rank_where_it_learns(ranks, size):
+    # Which sleeps 0.05 s after each of 4 microbatches.
+    assert 0.2 <= ranks[0]["drain"][size]["seconds"] < 20
+
+
+@pytest.mark.parametrize("size", ["2", "2p"])
 def test_what_waits_for_the_draft_is_what_was_planned(ranks, size):
     ((kept, planned),) = ranks[1]["drain"][size]["sizes"]
     assert kept == planned > 0
