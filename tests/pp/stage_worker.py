@@ -9,6 +9,7 @@ import zlib
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -156,7 +157,7 @@ def replicas(rank, world_size, layers, adapters=False, **overrides):
     expected = make()
     for model in (*(stage.policy for stage in stages), expected):
         disturbed(model, 1)
-    result = {"refused": "", "equal": [], "tokens": []}
+    result = {"refused": "", "equal": [], "tokens": [], "sent": []}
     if adapters:
         try:
             PolicyReplica(stages, dist.group.WORLD)
@@ -172,13 +173,16 @@ def replicas(rank, world_size, layers, adapters=False, **overrides):
         if step:
             for model in (*(stage.policy for stage in stages), expected):
                 disturbed(model, step + 1, trained)
-            replica.refresh()
+            with mock.patch.object(dist, "broadcast", side_effect=dist.broadcast) as broadcast:
+                replica.refresh()
+            result["sent"].append(broadcast.call_count)
         result["equal"].append(same(replica.model, expected))
         generated, wanted = (
             model.generate(**prompts, max_new_tokens=8, min_new_tokens=8, do_sample=False)
             for model in (replica.model, expected.eval())
         )
         result["tokens"].append((generated.tolist(), wanted.tolist()))
+    result["trained"] = sum(trained(name) for name, _ in expected.named_parameters())
     result["in place"] = places == {name: value.data_ptr() for name, value in replica.model.state_dict().items()}
     result["tied"] = replica.model.lm_head.weight is replica.model.model.embed_tokens.weight
     result["gradients"] = any(parameter.requires_grad for parameter in replica.model.parameters())

@@ -45,6 +45,8 @@ def test_a_replica_is_the_whole_policy_and_generates_the_same_tokens(outcomes, r
         assert result["equal"] == [True] * 3
         for generated, expected in result["tokens"]:
             assert generated == expected
+        # What is frozen is sent once, when the replica is made.
+        assert result["sent"] == [result["trained"]] * 2
         assert result["in place"]
         assert result["tied"]
         assert result["random state kept"]
