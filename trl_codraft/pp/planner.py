@@ -292,8 +292,9 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
     config = two_layer_config(policy.config)
     if config._attn_implementation != "eager":
         config._attn_implementation = "sdpa"
-    saved: dict[int, torch.Tensor] = {}  # by storage, kept alive so that no storage takes another's place
-    shared: dict[int, torch.Tensor] = {}
+    # Kept alive, so that none takes another's place; not tensors, whose graph holds `pack` and would never be freed.
+    saved: dict[int, torch.UntypedStorage] = {}
+    shared: dict[int, torch.UntypedStorage] = {}
     counting: list[bool] = []
 
     def storage_of(tensor: torch.Tensor) -> int:
@@ -301,7 +302,7 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
 
     def enter(module, args, kwargs):
         tensors = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
-        shared.update({storage_of(tensor): tensor for tensor in tensors})
+        shared.update({storage_of(tensor): tensor.untyped_storage() for tensor in tensors})
         counting.append(True)
 
     def leave(module, args, output):
@@ -309,8 +310,7 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
 
     def pack(tensor):
         if counting and storage_of(tensor) not in weights and storage_of(tensor) not in shared:
-            saved[storage_of(tensor)] = tensor
-        return tensor
+            saved[storage_of(tensor)] = tensor.untyped_storage()
 
     with FakeTensorMode():
         model = type(policy)._from_config(config, dtype=policy.dtype).train()
@@ -320,7 +320,7 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
         layer.register_forward_hook(leave)
         ids = torch.zeros(rows, columns, dtype=torch.long)
         try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved_tensors_hooks(pack, lambda nothing: nothing):
                 decoder_of(model)(input_ids=ids, use_cache=False)
         except RuntimeError as error:  # of operations on fakes: a policy that works with real tensors is not to blame
             raise PlanUnavailable(
@@ -328,7 +328,7 @@ def saved_by_layer(policy: nn.Module, rows: int, columns: int) -> tuple[int, int
                 "values, as rotary embeddings that follow the length do, or has operations that fake tensors lack, as some "
                 f"kernels of experts ({error}). Leave the plan out."
             ) from error
-    return tuple(sum(tensor.untyped_storage().nbytes() for tensor in found.values()) for found in (saved, shared))
+    return tuple(sum(storage.nbytes() for storage in found.values()) for found in (saved, shared))
 
 
 def _peak(order: Order, rank: int, kept: Sequence[int]) -> int:
