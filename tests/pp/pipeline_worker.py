@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -287,8 +288,13 @@ def without_channel(rank, world_size):
         except ValueError as error:
             messages.append(str(error))
 
-    loss = loss_of(ragged_microbatches(case, 0), None)
-    pipeline.step(inputs, loss)
+    loss, outputs, alive = loss_of(ragged_microbatches(case, 0), None), [], []
+    handle = stage.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
+    for run in (lambda: pipeline.step(inputs, loss), lambda: pipeline.forward(inputs)):
+        run()
+        alive.append(sum(output() is not None for output in outputs))
+    assert len(outputs) == 2 * len(inputs)
+    handle.remove()
     attempt(lambda: pipeline.step([*inputs[:3], narrow], loss))
     kept = [len(pipeline._prepared)]
     attempt(lambda: pipeline.step(inputs[:1], loss))
@@ -306,7 +312,7 @@ def without_channel(rank, world_size):
     for step, bucket in ((0, 64), *((step, 1) for step in range(5))):
         batches = ragged_microbatches(case, step)
         whole_step(whole, recorder, batches, pad_microbatches(batches, bucket=bucket))
-    return messages, kept, compare_gradients([stage], whole)
+    return messages, kept, alive, compare_gradients([stage], whole)
 
 
 def draft_of(policy, case):

@@ -66,7 +66,7 @@ def test_names_of_all_stages_together_are_those_of_the_policy(outcomes, case):
 
 
 def test_pipeline_refuses_by_name_and_goes_on(outcomes):
-    for rank, (messages, kept, gradients) in enumerate(succeeded(outcomes["without channel"])):
+    for rank, (messages, kept, _, gradients) in enumerate(succeeded(outcomes["without channel"])):
         expected = [
             "one shape, but number 3 has",
             "at least as many microbatches as stages, got 1",
@@ -82,6 +82,11 @@ def test_pipeline_refuses_by_name_and_goes_on(outcomes):
         assert kept[0] == 0
         assert max(kept) == 3
         assert gradients <= 1e-6
+
+
+def test_no_output_of_a_stage_is_kept_after_a_step_or_a_forward(outcomes):
+    for _, _, alive, _ in succeeded(outcomes["without channel"]):
+        assert alive == [0, 0]
 
 
 @pytest.mark.parametrize("fault", ["killed", "broken"])
