@@ -36,6 +36,16 @@ BALANCED_EXPERTS = {
 }
 
 
+# Keys and values of the last layers are those of earlier ones, and layers read the tokens anew.
+SHARED_KEYS = {
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 104,
+}
+
+
 def tiny_policy(model_type="llama", dtype=torch.float32, seed=0, scale=None, **overrides):
     """A random causal LM in eval mode; `scale` multiplies every weight matrix (larger = peakier logits)."""
     sizes = {**SIZES, **overrides}
@@ -43,6 +53,8 @@ def tiny_policy(model_type="llama", dtype=torch.float32, seed=0, scale=None, **o
         sizes.setdefault("num_experts_per_tok", 2)
         sizes.setdefault("num_local_experts" if model_type == "mixtral" else "num_experts", 4)
         sizes.setdefault("moe_intermediate_size", 24)
+    if model_type == "gemma4_text":
+        sizes = {**SHARED_KEYS, **sizes}
     config = AutoConfig.for_model(model_type, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -36,13 +36,7 @@ FAMILIES = {
     "qwen3": {},
     "mistral": {"sliding_window": 4},
     "gemma3_text": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    # Keys and values of the last layers are those of earlier ones.
-    "gemma4_text": {
-        "sliding_window": 5,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size_per_layer_input": 8,
-    },
+    "gemma4_text": {},
     "phi3": {"max_position_embeddings": 64, "original_max_position_embeddings": 12, "rope_parameters": LONGROPE},
     "gpt_neox": {},
     # Values of another width than keys.

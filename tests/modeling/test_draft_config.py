@@ -51,6 +51,14 @@ def test_dense_policy_gives_its_sizes(model_type):
     assert draft.rms_norm_eps == policy.rms_norm_eps
 
 
+def test_policy_whose_layers_differ_gives_the_sizes_of_the_first():
+    policy = AutoConfig.for_model("gemma4_text", head_dim=20, num_hidden_layers=6, vocab_size=500, **SIZES)
+    assert {layer.head_dim for layer in policy.per_layer_config} == {20, 512}
+    draft = Eagle3DraftConfig.from_policy(policy)
+    assert {name: getattr(draft, name) for name in SIZES} == SIZES
+    assert draft.head_dim == 20
+
+
 @pytest.mark.parametrize(
     ("model_type", "sizes", "width"),
     [

@@ -36,6 +36,18 @@ def test_taps_are_the_hidden_states_before_the_final_norm(model_type):
     assert not record.last_hidden.requires_grad
 
 
+def test_layers_that_need_not_run_everywhere_do_while_they_are_recorded():
+    """Those of Gemma 4 that read the keys of earlier layers skip the tokens whose logits nobody wants."""
+    policy = tiny_policy("gemma4_text")
+    recorder = TapRecorder(policy, TAPS)
+    whole, _ = recorded(policy, recorder)
+    with recorder.record() as record:
+        logits = policy(input_ids=IDS, use_cache=False, logits_to_keep=1).logits
+    assert logits.shape[1] == 1
+    for tap, expected in zip((*record.taps, record.last_hidden), (*whole.taps, whole.last_hidden), strict=True):
+        torch.testing.assert_close(tap, expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_records_each_tap_once(use_reentrant):
     policy = tiny_policy(scale=4.0)

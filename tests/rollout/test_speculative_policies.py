@@ -19,6 +19,8 @@ FAMILIES = {
         "gpt_oss",
         {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    # The last layers read the keys of earlier ones, and run only where logits are wanted; heads differ between layers.
+    "shared_keys": ("gemma4_text", {}),
     "mixture_of_experts": ("mixtral", {}),
     "many_experts": ("qwen3_moe", {}),
 }

@@ -157,7 +157,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
 
         A RoPE type whose frequencies follow the length of the text (`"dynamic"`, `"longrope"`) or that rotates in its
         own way becomes plain RoPE at the policy's `rope_theta`; of per-layer-type parameters those of full attention
-        are taken. A mixture of experts gets one dense MLP as wide as its active experts, within 2 to 4 times
+        are taken, of sizes that differ between layers those of the first. A mixture of experts gets one dense MLP as wide as its active experts, within 2 to 4 times
         `hidden_size`; latent attention gets ordinary heads of width 128.
 
         Args:
@@ -180,17 +180,19 @@ class Eagle3DraftConfig(PreTrainedConfig):
                 f"Unknown draft settings {unknown}: no field of `Eagle3DraftConfig`. Valid ones: {sorted(valid)}."
             )
         text_config = policy_config.get_text_config()
+        # Layers may differ in their heads (Gemma 4) or MLPs, and such a configuration refuses to give one for all.
+        first_layer = text_config.per_layer_config[0]
         fields = {
             "hidden_size": text_config.hidden_size,
             "target_hidden_size": text_config.hidden_size,
             "vocab_size": text_config.vocab_size,
             "num_policy_layers": text_config.num_hidden_layers,
-            "intermediate_size": _dense_intermediate_size(text_config),
+            "intermediate_size": _dense_intermediate_size(first_layer),
             "rope_parameters": _flat_rope_parameters(text_config),
             # Families without RMSNorm or a maximal length do not have these fields.
             "rms_norm_eps": _first_number(text_config, "rms_norm_eps", "layer_norm_eps", default=1e-6),
             "max_position_embeddings": _first_number(text_config, "max_position_embeddings", default=32768),
-            **_attention_sizes(text_config),
+            **_attention_sizes(first_layer),
         }
         return cls(**{**fields, **overrides})
 

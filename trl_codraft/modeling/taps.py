@@ -116,7 +116,10 @@ class TapRecorder:
             )
         self.tap_layers = tap_layers
         self._record: TapRecord | None = None
-        self._handles = [decoder.register_forward_hook(self._on_decoder)]
+        self._handles = [
+            decoder.register_forward_pre_hook(self._on_decoder_input, with_kwargs=True),
+            decoder.register_forward_hook(self._on_decoder),
+        ]
         for layer in tap_layers:
             if layer < num_layers:
                 hook = partial(self._on_input, layer)
@@ -161,6 +164,11 @@ class TapRecorder:
                 f"Tap {layer} arrived twice in one record: the policy's backbone ran more than once per loss."
             )
         self._record._by_layer[layer] = hidden.detach()
+
+    def _on_decoder_input(self, module, args, kwargs):
+        # Layers that read the keys of earlier ones (Gemma 4) would run only where logits are wanted.
+        if self._record is not None and "logits_to_keep" in kwargs:
+            return args, {**kwargs, "logits_to_keep": 0}
 
     def _on_decoder(self, module, args, output):
         if self._record is not None:
