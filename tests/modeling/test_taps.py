@@ -202,3 +202,12 @@ def test_policies_without_decoder_layers_are_refused_with_the_way_out():
         decoder_of(AutoModelForSeq2SeqLM.from_config(config))
     with pytest.raises(ValueError, match="use_draft=False"):
         decoder_of(tiny_policy("gpt2", n_layer=1, n_head=2, n_embd=32, num_hidden_layers=1))
+
+
+def test_policies_with_several_hidden_states_per_token_are_refused():
+    policy = tiny_policy(
+        "gemma3n_text", vocab_size_per_layer_input=104, hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+        layer_types=["full_attention"] * 4, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="several hidden states of each token.*use_draft=False"):
+        TapRecorder(policy, TAPS)

@@ -100,11 +100,17 @@ class TapRecorder:
             Tap ids, strictly ascending.
 
     Raises:
-        ValueError: if an id lies outside `0..n` or the ids are not strictly ascending.
+        ValueError: if an id lies outside `0..n`, the ids are not strictly ascending, or the policy has several hidden states
+            per token.
     """
 
     def __init__(self, policy: nn.Module, tap_layers: Sequence[int]):
         decoder = decoder_of(policy)
+        if getattr(policy.config.get_text_config(), "altup_num_inputs", 1) > 1:
+            raise ValueError(
+                f"{type(policy).__name__} carries several hidden states of each token from layer to layer (AltUp), a draft "
+                "reads one. Set `use_draft=False` to train it without a draft."
+            )
         num_layers = len(decoder.layers)
         tap_layers = tuple(tap_layers)
         if not tap_layers or list(tap_layers) != sorted(set(tap_layers)):
