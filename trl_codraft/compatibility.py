@@ -210,14 +210,14 @@ def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
     """Warns once when a draft that trains happily cannot be of use."""
     if metrics.get("draft/vocab_coverage", 1.0) < 0.9:
         logger.warning_once(
-            f"Only {metrics['draft/vocab_coverage']:.0%} of the policy's probability lies in the draft vocabulary: "
-            "the rest can never be drafted. Raise `draft_vocab_size`."
+            "Less than 90% of the policy's probability (`draft/vocab_coverage`) lies in the draft vocabulary: the rest can "
+            "never be drafted. Raise `draft_vocab_size`."
         )
     if not draft_is_fresh and metrics.get("draft/accept_length_sim", math.inf) < 1.05:
         logger.warning_once(
-            f"The loaded draft's simulated accept length is {metrics['draft/accept_length_sim']:.2f}: it proposes "
-            "almost nothing that the policy accepts. Check that it was trained for this policy and that its tap "
-            "layers are numbered as in vLLM (`trl-codraft validate`)."
+            "The loaded draft's simulated accept length (`draft/accept_length_sim`) is below 1.05: it proposes almost "
+            "nothing that the policy accepts. Check that it was trained for this policy and that its tap layers are "
+            "numbered as in vLLM (`trl-codraft validate`)."
         )
 
 
@@ -236,9 +236,10 @@ def warn_about_collapse(stats: SpeculativeStats, simulated: float | None, specul
     if stats.verifications < MIN_VERIFICATIONS or stats.accept_length >= COLLAPSED_ACCEPT_LENGTH:
         return
     if speculated_well or (simulated or 1.0) >= GOOD_ACCEPT_LENGTH:
-        before = "earlier rollouts accepted more" if speculated_well else f"its simulated one is {simulated:.2f}"
+        # Without measured numbers: another text would be another warning.
         logger.warning_once(
-            f"The accept length of rollouts is {stats.accept_length:.2f} although {before}: rollouts do not run with "
-            "the draft that is trained, or sample from another distribution. See the checklist under 'Accept length "
+            f"The accept length of rollouts (`rollout/accept_length`) is below {COLLAPSED_ACCEPT_LENGTH}, although earlier "
+            f"rollouts or the simulated one (`draft/accept_length_sim`) reached {GOOD_ACCEPT_LENGTH}: rollouts do not run "
+            "with the draft that is trained, or sample from another distribution. See the checklist under 'Accept length "
             "near 1' in docs/troubleshooting.md."
         )

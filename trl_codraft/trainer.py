@@ -357,7 +357,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         report, stats = counters[1:].split([len(report), len(counters) - 1 - len(report)])
         report, stats = SpeedReport.from_tensor(report), SpeculativeStats.from_tensor(stats)
         metrics = rollout_metrics(stats) | report.metrics()
-        warn_about_collapse(stats, self._simulated_accept_length, self._speculated_well)
+        if self.use_vllm or not self._speculated_well:  # else our loop says so itself
+            warn_about_collapse(stats, self._simulated_accept_length, self._speculated_well)
         self._speculated_well |= stats.accept_length >= GOOD_ACCEPT_LENGTH
         metrics["rollout/tokens_per_second"] = counters[0].item() / max(seconds, 1e-9)
         metrics["rollout/speculation_on"] = float(self._draft_rolls_out)

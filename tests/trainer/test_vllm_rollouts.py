@@ -14,7 +14,7 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from trl_codraft import vllm_rollouts
-from trl_codraft.compatibility import warn_about_collapse
+from trl_codraft.compatibility import warn_about_collapse, warn_about_metrics
 from trl_codraft.rollout.stats import SpeculativeStats
 from trl_codraft.vllm_refit import refuse_shared_weights, write_engine_draft
 from trl_codraft.vllm_rollouts import DraftVLLMGeneration
@@ -251,14 +251,38 @@ def collapse_warnings(caplog, stats, **history):
     return [record.getMessage() for record in caplog.records if "accept length of rollouts" in record.getMessage()]
 
 
-def test_collapse_of_acceptance_warns(caplog):
-    stats = SpeculativeStats(verifications=400, drafted=1200, accepted=4)
-    found = collapse_warnings(caplog, stats, simulated=2.5, speculated_well=False)
-    assert ["1.01" in text and "2.50" in text and "troubleshooting" in text for text in found] == [True]
-    logging_utils.warning_once.cache_clear()
-    caplog.clear()
-    found = collapse_warnings(caplog, stats, simulated=None, speculated_well=True)
-    assert ["earlier rollouts accepted more" in text for text in found] == [True]
+@pytest.mark.parametrize(
+    "history", [{"simulated": 2.5, "speculated_well": False}, {"simulated": None, "speculated_well": True}]
+)
+def test_collapse_of_acceptance_warns_once_whatever_it_measures(caplog, history):
+    for accepted in (4, 3, 5):
+        found = collapse_warnings(
+            caplog, SpeculativeStats(verifications=400, drafted=1200, accepted=accepted), **history
+        )
+    assert ["below 1.05" in text and "troubleshooting" in text for text in found] == [True]
+
+
+def test_metrics_that_should_be_better_are_said_once_whatever_they_are(caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        for part in (0.0, 0.01, 0.02):
+            metrics = {"draft/vocab_coverage": 0.5 + part, "draft/accept_length_sim": 1.0 + part}
+            warn_about_metrics(metrics, draft_is_fresh=False)
+            warn_about_metrics({"draft/vocab_coverage": 0.9 + part, "draft/accept_length_sim": 1.05 + part}, False)
+    texts = [record.getMessage() for record in caplog.records]
+    assert ["draft_vocab_size" in text for text in texts] == [True, False]
+    assert ["trl-codraft validate" in text for text in texts] == [False, True]
+
+
+def test_collapse_after_good_rollouts_of_our_own_loop_is_left_to_its_alarm(caplog, tmp_path):
+    trainer = codraft_trainer(tmp_path)
+    for good in (True, False):
+        trainer._speculated_well = good
+        trainer._decoder.stats.add(SpeculativeStats(verifications=400, drafted=1200))
+        trainer._simulated_accept_length = 2.0
+        with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+            trainer._log_rollout()
+        said = sum("accept length of rollouts" in record.getMessage() for record in caplog.records)
+        assert said == (0 if good else 1)
 
 
 @pytest.mark.parametrize(
