@@ -189,6 +189,18 @@ def test_drawing_follows_the_probabilities_and_never_picks_zero():
             assert sampling.draw(total * p[:1]) == 1
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("k", [0, 2])
+def test_policy_that_broke_down_ends_the_rollout_as_in_generate(prompts, k, value):
+    policy = tiny_policy("llama", vocab_size=VOCAB)
+    draft = random_draft(policy)
+    policy.lm_head.weight.data.fill_(value)
+    with pytest.raises(RuntimeError, match="inf.*nan"):
+        policy.generate(prompts[0], attention_mask=prompts[1], do_sample=True, max_new_tokens=1)
+    with pytest.raises(RuntimeError, match="NaN or infinite"):
+        speculative_generate(policy, draft, *prompts, num_draft_tokens=k, do_sample=True, max_new_tokens=1)
+
+
 def test_plain_rounds_follow_the_policy(policy, prompts, exact):
     assert worst_p_value(policy, prompts, exact, 0, "top_p") > 1e-3
 

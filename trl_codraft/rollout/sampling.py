@@ -59,11 +59,16 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) 
 
     On a CPU by inverting the cumulative sum, in float64: `multinomial` draws a random number for every entry of the
     vocabulary there, which takes as long as several layers of a small policy.
+
+    Raises:
+        RuntimeError: on a CPU if a row holds what is no probability, as `multinomial` does; on a GPU it fails there.
     """
     if probabilities.device.type != "cpu":
         return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
+    if not bool((total.isfinite() & (total > 0)).all()):
+        raise RuntimeError("The policy's probabilities are NaN or infinite, or processors left it no token to sample.")
     uniform = torch.rand(total.shape, dtype=torch.float64, generator=generator)
     # The first entry whose sum exceeds the target: never one of probability zero, and never none, whatever is rounded.
     target = (uniform * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
