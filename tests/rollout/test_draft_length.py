@@ -112,6 +112,28 @@ def test_recovers_when_the_draft_improves():
     assert sum(k >= 2 for k in late) > 80
 
 
+@pytest.mark.parametrize(("first", "then"), [(0.05, 0.9), (0.9, 0.05)], ids=["dearer", "cheaper"])
+def test_old_costs_are_forgotten(first, then):
+    """Another machine, or another policy behind the same controller: what drafting costs changes for good."""
+    machine, controller = Machine([0.6] * 6, lambda rows, k: 1 + first * k), DraftLengthController()
+    machine.run(controller, rounds=1000)
+    machine.seconds = lambda rows, k: 1 + then * k
+    late = machine.run(controller, rounds=1500)[-300:]
+    expected = speedups(machine.acceptance, machine.seconds)
+    assert expected[max(set(late), key=late.count)] > 0.93 * max(expected)
+
+
+def test_what_looked_dear_at_first_is_tried_again():
+    """The first round of each length takes long: a kernel is loaded, another process runs beside."""
+    controller, measured = DraftLengthController(), set()
+    machine = Machine([0.6] * 6, lambda rows, k: (1 + 0.1 * k) * (1 if k == 0 or k in measured else 20))
+    observe = controller.observe
+    controller.observe = lambda done: (observe(done), done.unusual or measured.add(max(done.drafted)))
+    late = machine.run(controller, rounds=2500)[-300:]
+    expected = speedups(machine.acceptance, machine.seconds)
+    assert expected[max(set(late), key=late.count)] > 0.93 * max(expected)
+
+
 def test_falls_back_when_the_draft_breaks():
     machine, controller = Machine([0.85] * 6, lambda rows, k: 1 + 0.1 * k), DraftLengthController()
     machine.run(controller, rounds=300)

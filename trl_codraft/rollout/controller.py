@@ -33,6 +33,8 @@ MIN_GAIN = 1.03
 PROMISING = 1.15
 # A measurement moves an average by at least its weight, and one outlier by at most a factor.
 COST_WEIGHT, LEVEL_WEIGHT, MAX_SURPRISE = 0.2, 0.3, 1.5
+# Rounds of one length after which a plain step tells something about their cost.
+MIN_ROUNDS = 3
 
 
 @dataclass
@@ -128,6 +130,8 @@ class _Ratio:
     count: int = 0
 
     def add(self, sample: float, weight: float) -> None:
+        if self.count == 1 and sample < self.value / MAX_SURPRISE:
+            self.count = 0  # the first was dear for other reasons: a kernel was loaded, a process ran beside
         if self.count:
             sample = min(max(sample, self.value / MAX_SURPRISE), self.value * MAX_SURPRISE)
         self.count += 1
@@ -219,6 +223,8 @@ class DraftLengthController:
         else:
             if self._previous is not None and self._previous != k:
                 self._compare(bucket, k, finished.seconds)
+                self._in_a_row = 0
+            self._in_a_row += 1
             self._level.add(finished.seconds / self.cost(bucket, k), LEVEL_WEIGHT)
             if k == 0:
                 rows.plain.add(finished.seconds, COST_WEIGHT)
@@ -273,7 +279,8 @@ class DraftLengthController:
         rate = max(self.gain(bucket, best), 1.0)
         # The draft reads what it missed in the first of two rounds, and is measured in the second.
         loss = self.cost(bucket, k) - self.acceptance.tokens(k) / rate
-        loss = max(2 * loss if best == 0 else loss, 0.02)
+        # Never more than can be saved up, or what once looked dear would not be tried again, nor anything after it.
+        loss = min(max(2 * loss if best == 0 else loss, 0.02), MAX_CREDIT)
         if loss > rows.credit + self._credit:
             return None
         spent_here = min(loss, rows.credit)
@@ -286,6 +293,8 @@ class DraftLengthController:
         # The newcomer's, or that of the length before it if the newcomer is a plain step.
         of, sample = k, seconds / self._level.value
         if k == 0:
+            if self._in_a_row < MIN_ROUNDS:
+                return  # they have hardly moved the level, so the ratio would confirm itself
             of, sample = self._previous, self._level.value * self.cost(bucket, self._previous) / seconds
         self._rows[bucket].ratios.setdefault(of, _Ratio()).add(sample, COST_WEIGHT)
 
@@ -310,6 +319,7 @@ class DraftLengthController:
         """Forgets the time of the last rounds: what comes has other rows or another context."""
         self._bucket: int | None = None
         self._previous: int | None = None
+        self._in_a_row = 0  # rounds with that length
         self._repeat: int | None = None
         self._trying = False
         self._level = _Ratio()  # seconds of a plain step now
