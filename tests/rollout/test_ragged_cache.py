@@ -23,9 +23,10 @@ def test_slots_are_positions_and_padding_goes_nowhere():
 def test_rejected_tokens_are_overwritten_in_place():
     cache = RaggedCache(2, max_slots=8)
     cache.begin(torch.tensor([[0, 1, 2], [0, 1, 2]]), 3)
-    cache.update(states(1, 2, 3), states(1, 2, 3), 0)
+    before, _ = cache.update(states(1, 2, 3), states(1, 2, 3), 0)
     cache.begin(torch.tensor([[1], [3]]), 4)  # row 0 rolled back two tokens, row 1 none
     keys, _ = cache.update(states(500, 2, 1), states(500, 2, 1), 0)
+    assert keys.data_ptr() == before.data_ptr()  # nothing was copied elsewhere
     assert keys[0, 0, :2, 0].tolist() == [1, 500]
     assert keys[1, 0, :, 0].tolist() == [1001, 1002, 1003, 1500]
     assert causal_mask(torch.tensor([[1], [3]]), 4)[:, 0, 0].tolist() == [[True, True, False, False], [True] * 4]

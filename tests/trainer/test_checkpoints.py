@@ -48,6 +48,9 @@ def test_resumed_run_equals_the_uninterrupted_one(whole_run, tmp_path):
     assert resumed.draft_pretraining_log == []
     assert [name for name, value in weights(resumed).items() if not torch.equal(value, weights(whole_run)[name])] == []
     assert_same_draft(resumed, whole_run)
+    measured = resumed._decoder.controller.state_dict()
+    assert measured == whole_run._decoder.controller.state_dict()
+    assert measured["acceptance"]["trials"][0] > 0
     # The last entry sums up the run; after a resume, Transformers averages the loss over the steps since then.
     ours, theirs = policy_logs(resumed)[:-1], policy_logs(whole_run)[:-1]
     assert ours == theirs
