@@ -161,7 +161,9 @@ def report(case: Case, results: list[dict]) -> None:
             ratios = [result["timings"][index][name]["ratio"] for result in results]
             lengths = [result["timings"][index][name]["accept_length"] for result in results]
             line += f"{name} {mean(ratios)} ({statistics.mean(lengths):.2f})   "
-        print(line)
+        timed = [result["timings"][index] for result in results]
+        gains = ", ".join(f"{arms['co-trained']['ratio'] - arms['frozen']['ratio']:.3f}" for arms in timed)
+        print(f"{line}co-trained - frozen by seed {gains}")
 
 
 def plot(case: Case, results: list[dict], path: Path) -> None:
