@@ -153,7 +153,17 @@ def test_shared_recorder_is_left_on_the_policy(policy):
 def test_supported_policies_have_no_reason(policy):
     assert unsupported_reason(policy) is None
     assert unsupported_reason(policy, GenerationConfig(do_sample=True, top_k=5), training=True) is None
-    for model_type in ("qwen3", "mistral", "gemma2", "gemma3_text", "mixtral", "gpt_oss"):
+    for model_type in (
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "mixtral",
+        "gpt_oss",
+        "phi3",
+        "starcoder2",
+        "qwen3_moe",
+    ):
         assert unsupported_reason(tiny_policy(model_type, sliding_window=8), training=True) is None
 
 
@@ -174,6 +184,8 @@ PLAIN = {
         ),
         "encoder-decoder",
     ),
+    # Llama ignores what another family's configuration has left there.
+    "foreign_window": (lambda: tiny_policy("llama", sliding_window=5), "sliding_window=5"),
     "attention_dropout": (lambda: tiny_policy("llama", attention_dropout=0.1).train(), "attention_dropout=0.0"),
 }
 

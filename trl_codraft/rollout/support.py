@@ -6,6 +6,8 @@ fall back to plain `generate`), and a call that asks for something the loop cann
 because silently generating something else would be worse).
 """
 
+import sys
+
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import StaticCache
@@ -125,7 +127,19 @@ def _architecture_reason(policy: PreTrainedModel) -> str | None:
         return f"{type(policy).__name__} keeps a recurrent state, which cannot roll back rejected tokens."
     if getattr(config, "attention_chunk_size", None) is not None:
         return f"{type(policy).__name__} attends in chunks, a mask the speculative loop does not build."
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not getattr(config, "layer_types", None) and not _masks_windows(policy):
+        return (
+            f"the configuration says `sliding_window={window}`, which {type(policy).__name__} is not known to apply. Set it "
+            "to None there if all layers see the whole text."
+        )
     return None
+
+
+def _masks_windows(policy: PreTrainedModel) -> bool:
+    """Whether the policy's own code builds masks of sliding windows, as Transformers' models do."""
+    modules = (sys.modules[kind.__module__] for kind in type(policy.get_decoder()).__mro__)
+    return any(hasattr(module, "create_sliding_window_causal_mask") for module in modules)
 
 
 def _attention_reason(policy: PreTrainedModel) -> str | None:
