@@ -93,6 +93,25 @@ def test_sampled_tokens_are_those_of_live_forwards(policy, vocabulary, cuda_grap
     assert 0 < live.stats.accepted < live.stats.drafted
 
 
+def test_the_root_of_a_chain_survives_it(cuda_graphs, monkeypatch):
+    """In fp32, where the draft's hidden states and scores are left in one place."""
+    policy = tiny_policy("llama", scale=3.0)
+    propose, chains = loop.DraftRollout.propose, []
+
+    def checked(self, counts, choose):
+        self._catch_up()
+        before = self._root_hidden.clone()
+        tokens = propose(self, counts, choose)
+        assert torch.equal(self._root_hidden, before)
+        chains.append(tokens)
+        return tokens
+
+    monkeypatch.setattr(loop.DraftRollout, "propose", checked)
+    ids, mask = ragged_prompts([5, 5, 3, 2])
+    generated(policy, random_draft(policy), True, ids, mask, num_draft_tokens=3, do_sample=False, max_new_tokens=20)
+    assert len(chains) > 5
+
+
 def test_each_shape_is_recorded_once_and_replayed_from_then_on(policy, cuda_graphs):
     ids, mask = ragged_prompts([5])
     ids, mask = ids.repeat(4, 1), mask.repeat(4, 1)  # equal rows leave together

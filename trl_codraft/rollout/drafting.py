@@ -173,10 +173,8 @@ class DraftRollout:
                     padded(positions, *size, fill=-1),
                 )
             )
-            # A row all of whose waiting columns lie beyond the draft's context keeps its old root (never drafted from).
-            stale = newest < 0
-            newest = torch.where(stale, self._root, newest)
-            hidden = torch.where(stale[:, None], self._root_hidden, hidden)
+            hidden = hidden.clone()  # the draft's next forward overwrites what this one left
+        # Rows without a root (beyond the draft's context) are never drafted from.
         self._root, self._root_hidden = newest.clamp(min=0), hidden
 
     def _read(self, reach: int, taps, next_ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
