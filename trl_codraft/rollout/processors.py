@@ -231,7 +231,7 @@ def unsupported_processor(processors: list[LogitsProcessor]) -> str | None:
             return (
                 f"the logits processor {type(processor).__name__} is not known to be a function of the prefix alone "
                 "(classifier-free guidance, watermarks and custom classes may keep state between calls, which verifying "
-                "several positions at once would corrupt)"
+                "several positions at once would corrupt)."
             )
     return None
 
@@ -252,14 +252,11 @@ class PositionwiseProcessors:
         reason = unsupported_processor(processors)
         if reason is not None:
             raise ValueError(
-                f"Speculative rollouts cannot honour this call: {reason}. Set `speculative_rollouts=False` to generate "
+                f"Speculative rollouts cannot honour this call: {reason} Set `speculative_rollouts=False` to generate "
                 "plainly, or drop the processor."
             )
         self._steps = [(ADAPTERS[type(processor)], processor) for processor in processors]
         self.id_free = all(type(processor) in ID_FREE for processor in processors)
-
-    def __len__(self) -> int:
-        return len(self._steps)
 
     def __call__(self, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
         """Processed scores `(N, V)` of raw fp32 scores `(N, V)`."""
