@@ -10,6 +10,7 @@ from tiny import tiny_policy
 
 from trl_codraft.rollout.acceptance import AcceptanceRecord
 from trl_codraft.rollout.controller import DraftLengthController, FixedDraftLength, Round, row_bucket
+from trl_codraft.rollout.drafting import DraftRollout
 from trl_codraft.rollout.speculative import SpeculativeDecoder
 
 
@@ -299,6 +300,21 @@ def test_auto_rolls_out_exactly_and_measures():
     assert decoder.stats.drafted > 0
     assert decoder.controller.acceptance.rates()[0] > 0.6  # the prior says 0.5, and the oracle is always right
     assert decoder.controller.report.plain_seconds > 0
+
+
+def test_plain_rounds_in_which_the_draft_reads_its_backlog_are_not_measured(monkeypatch):
+    policy = tiny_policy("llama", dtype=torch.float64, scale=3.0, num_hidden_layers=2)
+    policy.generation_config.eos_token_id = None
+    ids, mask = ragged_prompts([4, 7])
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy))
+    reads, rounds, original = [], [], DraftRollout._catch_up
+    monkeypatch.setattr(decoder.controller, "choose", lambda rows: 0)
+    monkeypatch.setattr(DraftRollout, "_catch_up", lambda self: (reads.append(len(rounds)), original(self)))
+    monkeypatch.setattr(decoder.controller, "observe", rounds.append)
+    decoder.bind(policy.generate)(ids, attention_mask=mask, do_sample=False, max_new_tokens=90)
+    decoder.close()
+    assert reads == [32, 65]
+    assert [number for number, finished in enumerate(rounds) if finished.unusual] == reads
 
 
 @pytest.mark.parametrize("good", [True, False])

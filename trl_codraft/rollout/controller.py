@@ -48,8 +48,8 @@ class Round:
         kept (`list[int]`): how many of them the verification kept.
         committed (`int`): tokens committed, over all rows.
         seconds (`float`): time of the round.
-        unusual (`bool`): whether it took longer than such rounds do, because the draft first had to read more than the
-            previous round's tokens, or because forwards were recorded.
+        unusual (`bool`): whether it took longer than such rounds do, because the draft had to read more than the previous
+            round's tokens, or because forwards were recorded.
     """
 
     active_rows: int

@@ -79,7 +79,7 @@ class DraftRollout:
         """
         return max(self.limit - length + 2, 0)
 
-    def extend(self, taps: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, longest: int) -> None:
+    def extend(self, taps: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, longest: int) -> bool:
         """
         Hands over true rows; they enter the cache when a draft is asked for.
 
@@ -92,14 +92,19 @@ class DraftRollout:
                 Position of each column, -1 for columns that are padding or were rejected.
             longest (`int`):
                 Upper bound of `positions.max() + 1`.
+
+        Returns:
+            `bool`: whether so many were waiting that they entered the cache now.
         """
         positions = torch.where(positions < self.limit, positions, -1)
         self._reach = min(max(self._reach, longest), self.limit)
         self._waiting.append((taps, next_ids, positions))
         self._waiting_columns += positions.shape[1]
         prompt = self._waiting[0][2].shape[1] if self._root is None else 0
-        if self._waiting_columns > prompt + MAX_WAITING_COLUMNS:
+        too_many = self._waiting_columns > prompt + MAX_WAITING_COLUMNS
+        if too_many:
             self._catch_up()
+        return too_many
 
     @property
     def backlog(self) -> bool:

@@ -223,7 +223,7 @@ class Rollout:
         in_block = torch.arange(width + 1, device=self.device) <= kept[:, None]
         # The one transfer to the host per round.
         kept_host, eos = torch.stack((kept, self.criteria.eos_offsets(block))).tolist()
-        self._hand_over(seen[1:], rows, block, torch.where(in_block, positions, -1), longest)
+        caught_up = self._hand_over(seen[1:], rows, block, torch.where(in_block, positions, -1), longest)
         sizes = [count + 1 for count in kept_host]
         ends = self.criteria.stops(self.sequences, self.rows, self.lengths, sizes, eos)
         committed = [
@@ -233,7 +233,7 @@ class Rollout:
         self.stats.count_round(counts, committed, kept_host if self.counts_overrun else None)
         self._commit(committed, ends)
         seconds = self.controller.clock() - start
-        unusual = (backlog and width > 0) or self.steps.just_recorded
+        unusual = (backlog and width > 0) or caught_up or self.steps.just_recorded
         self.controller.observe(Round(active, counts, kept_host, sum(committed), seconds, unusual))
 
     def _draft_count(self, k: int, length: int, pads: int) -> int:
@@ -325,17 +325,16 @@ class Rollout:
             logits = self.policy(**arguments).logits
         return logits, *record.taps, record.last_hidden
 
-    def _hand_over(self, hidden, rows, next_ids, positions, longest: int) -> None:
-        """Gives the hidden states of true rows (positions >= 0) to the draft and to the trace."""
+    def _hand_over(self, hidden, rows, next_ids, positions, longest: int) -> bool:
+        """Gives the hidden states of true rows (positions >= 0) to the draft, which may read them now, and to the trace."""
         if not hidden:
-            return
+            return False
         *taps, last_hidden = hidden
         # Copies, and the trace first: the draft's own forwards overwrite what this one left.
         taps = torch.cat(taps, -1)
         if self.trace is not None:
             self.trace.add(rows, positions, taps, last_hidden)
-        if self.drafting is not None:
-            self.drafting.extend(taps, next_ids, positions, longest)
+        return self.drafting is not None and self.drafting.extend(taps, next_ids, positions, longest)
 
     def _idle_forward(self) -> None:
         """Keeps a rank without active rows in step with the others' collectives."""
