@@ -65,6 +65,15 @@ def test_compaction_moves_whole_rows(keep):
         assert torch.equal(keys, values)
 
 
+def test_rows_that_left_before_a_layer_first_writes_leave_room_for_padded_forwards():
+    cache = RaggedCache(8, max_slots=4)
+    cache.compact([True] * 5 + [False] * 3)
+    cache.begin(torch.zeros(6, 1, dtype=torch.long), 1)  # as the draft of five rows reads in a recorded forward
+    keys, _ = cache.update(states(0, 6, 1), states(0, 6, 1), 0)
+    assert keys[:, 0, 0, 0].tolist() == [row * 1000 for row in range(6)]
+    assert len(cache.layer(0)[0]) == 5
+
+
 def test_window_counts_the_column_itself():
     mask = causal_mask(torch.tensor([[3, 4, -1]]), 6, window=2)[0, 0].long().tolist()
     assert mask == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]]

@@ -88,13 +88,13 @@ def exact_completions(policy, ids, mask, row, name):
     return {**finished, **alive}
 
 
-def sample(policy, draft, prompts, k, name, seed=0):
+def sample(policy, draft, prompts, k, name, seed=0, **options):
     """Completions per prompt, each a tuple that ends at EOS."""
     ids, mask = (tensor.repeat_interleave(SAMPLES, 0) for tensor in prompts)
     generator = torch.Generator().manual_seed(seed)
     output = speculative_generate(
         policy, draft, ids, mask, num_draft_tokens=k, generator=generator, do_sample=True, max_new_tokens=NEW_TOKENS,
-        **{"top_k": 0, **CALLS[name]},
+        **{"top_k": 0, **CALLS[name], **options},
     )  # fmt: skip
     completions = []
     for tokens in output.sequences[:, ids.shape[1] :].tolist():
@@ -157,15 +157,18 @@ class Changing:
 
 
 @pytest.mark.parametrize("target_ids", [None, [0, 2, 3, 4]], ids=["full", "reduced"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["live", "graphs"])
 @pytest.mark.parametrize("name", ["plain", "top_p", "repetition_penalty"])
-def test_completions_follow_the_policy_while_the_draft_length_changes(policy, prompts, exact, name, target_ids):
+def test_completions_follow_the_policy_while_the_draft_length_changes(
+    policy, prompts, exact, cuda_graphs, name, graphs, target_ids
+):
     """Few rows a call, so that calls and rows see many sequences of lengths."""
     draft, controllers = random_draft(policy, seed=3, target_ids=target_ids), []
     make = lambda: controllers.append(Changing(len(controllers))) or controllers[-1]  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl_codraft.rollout.speculative.DraftLengthController", make)
         patch.setattr(f"{__name__}.SAMPLES", 250)
-        parts = [sample(policy, draft, prompts, "auto", name, seed) for seed in range(10)]
+        parts = [sample(policy, draft, prompts, "auto", name, seed, cuda_graphs=graphs) for seed in range(10)]
     rows = [[completion for part, _ in parts for completion in part[row]] for row in range(2)]
     assert set().union(*(controller.used for controller in controllers)) == {0, 1, 2, 3, 4}
     assert min(p_value(expected, row) for expected, row in zip(exact(name), rows, strict=True)) > 1e-3

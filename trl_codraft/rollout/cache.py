@@ -36,6 +36,8 @@ class RaggedCache(Cache):
         super().__init__(layers=[])
         self.num_rows = num_rows
         self._spare_rows = spare_rows
+        # Of the buffers, also where a layer first writes when rows have left: forwards are padded to more than are left.
+        self._buffer_rows = num_rows + spare_rows
         self.max_slots = max_slots
         self.capacity = max(1, min(max_slots, initial_slots if initial_slots is not None else max_slots))
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -137,16 +139,17 @@ class RaggedCache(Cache):
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         """A buffer for states `(B, Hkv, any, D)`."""
         # Zeros, not empty: hidden slots are multiplied by a zero probability, which does not absorb NaN.
-        return states.new_zeros(self.num_rows + self._spare_rows, self.capacity + 1, states.shape[1], states.shape[-1])
+        return states.new_zeros(self._buffer_rows, self.capacity + 1, states.shape[1], states.shape[-1])
 
     def _grow(self, capacity: int) -> None:
         """Moves every buffer into a larger one, one at a time."""
         old, self.capacity = self.capacity, capacity
+        self._buffer_rows = self.num_rows + self._spare_rows
         for layer_idx, buffers in self._buffers.items():
             grown = []
             for buffer in buffers:
                 target = self._allocate(buffer.transpose(1, 2))
-                target[:, :old] = buffer[: self.num_rows, :old]
+                target[: self.num_rows, :old] = buffer[: self.num_rows, :old]
                 grown.append(target)
             self._buffers[layer_idx] = (grown[0], grown[1])
 
