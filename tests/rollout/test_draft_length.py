@@ -249,6 +249,15 @@ def test_report_compares_with_the_simulated_plain_time():
     assert report.predicted_seconds / report.seconds == pytest.approx(machine.speedup, rel=0.1)
 
 
+def test_predicted_speedup_is_what_was_known_before_the_round():
+    controller, promised = DraftLengthController(), 0.0
+    for kept in ([0], [0, 0], [2, 2], [3, 0], [3, 3]):
+        k = controller.choose(len(kept)) if kept[0] == 0 else 3
+        promised += 2.0 * controller.gain(row_bucket(len(kept)), k)
+        controller.observe(Round(len(kept), [k] * len(kept), [min(k, n) for n in kept], sum(kept) + len(kept), 2.0))
+    assert controller.report.predicted_seconds == pytest.approx(promised)
+
+
 def alarms(caplog):
     return [record.message for record in caplog.records if "collapsed" in record.message]
 

@@ -215,6 +215,7 @@ class DraftLengthController:
         k = min(max(finished.drafted), self.max_draft_tokens)
         bucket = row_bucket(finished.active_rows)
         rows = self._enter(bucket)
+        promised = self.gain(bucket, k)  # before the round itself has a say
         self.acceptance.count(finished.drafted, finished.kept)
         if finished.unusual:
             # What was done besides would not recur: measure this length in the next round instead.
@@ -230,7 +231,7 @@ class DraftLengthController:
                 rows.plain.add(finished.seconds, COST_WEIGHT)
             self._previous = k
         rows.credit = min(rows.credit + EXPLORATION_SHARE * self.cost(bucket, k), MAX_CREDIT)
-        self._compare_with_plain(bucket, k, finished)
+        self._compare_with_plain(promised, finished)
 
     def gain(self, bucket: int, k: int) -> float:
         """Expected speed-up over plain decoding with `k` drafted tokens."""
@@ -298,9 +299,9 @@ class DraftLengthController:
             of, sample = self._previous, self._level.value * self.cost(bucket, self._previous) / seconds
         self._rows[bucket].ratios.setdefault(of, _Ratio()).add(sample, COST_WEIGHT)
 
-    def _compare_with_plain(self, bucket: int, k: int, finished: Round) -> None:
-        """Adds a round to the report, as soon as the time of a plain step is known."""
-        self._unreported.append((finished.seconds, finished.committed / finished.active_rows, self.gain(bucket, k)))
+    def _compare_with_plain(self, promised: float, finished: Round) -> None:
+        """Adds a round of which a speed-up was promised to the report, as soon as the time of a plain step is known."""
+        self._unreported.append((finished.seconds, finished.committed / finished.active_rows, promised))
         if self._level.count:
             for seconds, tokens, gain in self._unreported:
                 self.report.seconds += seconds
