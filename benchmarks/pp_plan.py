@@ -18,9 +18,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft.pipeline_part import layers_of_stages
 from trl_codraft.pp.planner import PipelineMemory, draft_memory, plan_memory
-from trl_codraft.pp.split import balance_layers, head_cost_of
 
 
 SHAPE = {
@@ -63,6 +63,7 @@ def main() -> None:
     with torch.device("meta"):
         draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(config))
     print(f"draft of {sum(p.numel() for p in draft.parameters()) / 1e9:.2f}B weights, taps {draft.config.tap_layers}")
+    settings = partial(CoDraftGRPOConfig, gradient_accumulation_steps=args.micro_steps, bf16=False, use_cpu=True)
     cases = [
         SimpleNamespace(name="all weights, p = 16", ranks=args.gpus, lora=False),
         SimpleNamespace(name="all weights, p = 8, state shared by 2 ranks", ranks=args.gpus // 2, lora=False),
@@ -71,7 +72,7 @@ def main() -> None:
     for case in cases:
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            layers = balance_layers(config.num_hidden_layers, case.ranks, head_cost=head_cost_of(policy))
+            layers = layers_of_stages(settings(pipeline_parallel_size=case.ranks), policy)
             adapted = get_peft_model(policy, LoraConfig(r=16, target_modules="all-linear")) if case.lora else policy
         plan_with = partial(
             plan_memory,

@@ -57,9 +57,7 @@ def build_draft(
         draft = source
         check_fits_policy(draft, policy)
     else:
-        shape = {field: getattr(args, setting) for field, setting in SHAPE_SETTINGS.items()}
-        shape = {name: value for name, value in shape.items() if value is not None}
-        draft = Eagle3DraftModel(fresh_config(policy, shape))
+        draft = Eagle3DraftModel(fresh_config(args, policy))
     if source is not None:
         warn_about_ignored_settings(args, draft.config)
     draft = draft.to(torch.float32)
@@ -70,8 +68,10 @@ def build_draft(
     return draft
 
 
-def fresh_config(policy: PreTrainedModel, shape: dict) -> Eagle3DraftConfig:
+def fresh_config(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> Eagle3DraftConfig:
     """The configuration of a fresh draft; what it refuses is named as the run's settings are."""
+    shape = {field: getattr(args, setting) for field, setting in SHAPE_SETTINGS.items()}
+    shape = {field: value for field, value in shape.items() if value is not None}
     try:
         return Eagle3DraftConfig.from_policy(policy.config, **shape)
     except ValueError as error:

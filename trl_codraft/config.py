@@ -117,7 +117,7 @@ class CoDraftGRPOConfig(GRPOConfig):
             Order of forwards and backwards: `"GPipe"`, `"1F1B"` or `"Interleaved1F1B"` (several stages per rank).
         layers_per_stage (`list[int]`, *optional*):
             Decoder layers of each stage, as many numbers as ranks in a pipeline, or with `"Interleaved1F1B"` a multiple.
-            If `None`, balanced with the policy's head counted.
+            If `None`, balanced with the policy's head and the draft counted.
         pipeline_replica (`bool`, *optional*):
             Whether every rank holds the whole policy, which rolls out, scores and evaluates. `False`: a rank loads and holds
             its own stages alone, scores and evaluates in the pipeline, and needs rollouts from elsewhere (a vLLM server or

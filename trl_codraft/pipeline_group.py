@@ -64,6 +64,7 @@ SETTINGS = (
     "draft_train",
     "draft_ttt_steps",
     "draft_tap_layers",
+    "draft_vocab_size",
     "draft_num_hidden_layers",
     "draft_train_on_prompt",
     "loss_type",

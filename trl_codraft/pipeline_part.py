@@ -12,10 +12,19 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from trl.trainer import grpo_trainer
 
+from .building import fresh_config
 from .compatibility import base_policy
 from .config import CoDraftGRPOConfig
 from .modeling.taps import decoder_of
-from .pp import balance_layers, head_cost_of, keep_stages, load_part, require_split
+from .pp import (
+    draft_cost_of,
+    fastest_layers,
+    head_cost_of,
+    keep_stages,
+    load_part,
+    require_split,
+    schedule_order,
+)
 
 
 # Stages of a rank under the interleaved schedule, where `layers_per_stage` does not say.
@@ -24,7 +33,7 @@ INTERLEAVED_STAGES = 2
 
 def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, ...]:
     """
-    Decoder layers of each stage: what the user says, or balanced with the head counted.
+    Decoder layers of each stage: what the user says, or balanced with the head and a fresh draft's training counted.
 
     Args:
         args ([`CoDraftGRPOConfig`]):
@@ -38,9 +47,20 @@ def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, .
     if args.layers_per_stage is not None:
         require_split(policy, args.layers_per_stage)
         return tuple(args.layers_per_stage)
-    per_rank = INTERLEAVED_STAGES if args.pipeline_schedule == "Interleaved1F1B" else 1
-    num_layers = len(decoder_of(policy).layers)
-    return balance_layers(num_layers, per_rank * args.pipeline_parallel_size, head_cost=head_cost_of(policy))
+    size = args.pipeline_parallel_size
+    num_stages = size * (INTERLEAVED_STAGES if args.pipeline_schedule == "Interleaved1F1B" else 1)
+    num_microbatches = args.gradient_accumulation_steps * size * args.context_parallel_size
+    # A layer that is recomputed takes a forward more.
+    in_layers = 3 / 4 if args.gradient_checkpointing else 1
+    draft_cost = 0.0
+    if args.use_draft and args.draft_train:
+        draft_cost = in_layers * draft_cost_of(policy, fresh_config(args, policy), args.draft_ttt_steps)
+    return fastest_layers(
+        len(decoder_of(policy).layers),
+        schedule_order(args.pipeline_schedule, size, num_stages, num_microbatches),
+        head_cost=in_layers * head_cost_of(policy),
+        draft_cost=draft_cost,
+    )
 
 
 def place_in_pipeline(args: CoDraftGRPOConfig, rank: int) -> int:

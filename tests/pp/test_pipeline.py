@@ -8,7 +8,7 @@ from forked import run_script, succeeded
 from pipeline_worker import ARCHITECTURES, CASES, USUAL, ragged_microbatches
 from tiny import tiny_policy
 
-from trl_codraft.pp import Rows, balance_layers, head_cost_of, pad_microbatches, split_policy, verify_split
+from trl_codraft.pp import Rows, pad_microbatches, split_policy, verify_split
 
 
 @pytest.fixture(scope="module")
@@ -147,47 +147,6 @@ def test_verification_leaves_policy_and_random_state_alone():
 def test_layers_that_do_not_add_up_are_refused(layers):
     with pytest.raises(ValueError, match=re.escape(f"`layers_per_stage={list(layers)}` does not split 4 layers")):
         split_policy(tiny_policy("llama"), layers, 0)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "costs", "expected"),
-    [
-        (32, 4, {}, (8, 8, 8, 8)),
-        (34, 4, {}, (8, 8, 9, 9)),
-        (32, 4, {"head_cost": 3.0, "draft_cost": 1.0}, (9, 9, 9, 5)),
-        (6, 3, {"head_cost": 100.0}, (2, 3, 1)),
-    ],
-)
-def test_layers_are_balanced_with_head_and_draft_counted(num_layers, num_stages, costs, expected):
-    layers = balance_layers(num_layers, num_stages, **costs)
-    assert layers == expected
-    # No other split has a faster slowest stage.
-    extra = [0.0] * (num_stages - 1) + [sum(costs.values())]
-    slowest = max(own + more for own, more in zip(layers, extra, strict=True))
-    average = (num_layers - layers[-1]) / (num_stages - 1)
-    assert slowest - max(average, layers[-1] + extra[-1]) < 1
-
-
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="4 layers cannot be split into 5 stages"):
-        balance_layers(4, 5)
-
-
-def test_the_cost_of_a_head_is_in_layers():
-    policy = tiny_policy("llama")
-    # 104 x 32 weights; a layer has q, o 32 x 32, k, v 16 x 32, three 48 x 32 and two norms.
-    assert head_cost_of(policy) == 104 * 32 / (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32)
-
-
-def test_the_cost_of_a_head_does_not_depend_on_how_weights_are_packed():
-    policy = tiny_policy("llama")
-    cost = head_cost_of(policy)
-    for module in policy.model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            # Two values of four bits to a byte, as bitsandbytes has them.
-            packed = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
-            module.weight = torch.nn.Parameter(packed, requires_grad=False)
-    assert head_cost_of(policy) == cost
 
 
 def test_padding_keeps_rows_and_rounds_columns_up():

@@ -10,7 +10,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
 from torch import nn
 
-from trl_codraft import pipeline_group
+from trl_codraft import CoDraftGRPOConfig, pipeline_group
 from trl_codraft.context_group import require_divisible_world
 from trl_codraft.pipeline_group import hidden_dtype, unsupported_in_stages
 from trl_codraft.pipeline_part import layers_of_stages, require_place_for_adapter
@@ -172,9 +172,8 @@ def test_adapters_that_every_rank_has_a_module_for_are_not_refused(settings):
     ],
 )
 def test_layers_that_do_not_add_up_are_refused_with_the_setting_to_change(settings, reason):
-    defaults = {"pipeline_parallel_size": 2, "pipeline_schedule": "1F1B", "layers_per_stage": None}
     with pytest.raises(ValueError, match=reason):
-        layers_of_stages(SimpleNamespace(**{**defaults, **settings}), tiny_policy())
+        layers_of_stages(pipeline_settings(**settings), tiny_policy())
 
 
 def test_the_world_has_to_hold_whole_groups():
@@ -259,14 +258,27 @@ def test_parameters_outside_of_the_known_parts_are_refused():
         StageView(policy, LAYERS, 0)
 
 
+def pipeline_settings(**settings):
+    defaults = {"pipeline_parallel_size": 2, "gradient_checkpointing": False, "use_cpu": True, "bf16": False}
+    return CoDraftGRPOConfig(**{**defaults, **settings})
+
+
 def test_layers_are_those_given_or_balanced():
     policy = tiny_policy()
-    given = SimpleNamespace(layers_per_stage=[3, 1], pipeline_schedule="1F1B", pipeline_parallel_size=2)
-    assert layers_of_stages(given, policy) == (3, 1)
-    given.layers_per_stage = None
-    assert sum(layers_of_stages(given, policy)) == 4
-    given.pipeline_schedule = "Interleaved1F1B"
-    assert layers_of_stages(given, policy) == (1, 1, 1, 1)
+    assert layers_of_stages(pipeline_settings(layers_per_stage=[3, 1]), policy) == (3, 1)
+    interleaved = pipeline_settings(pipeline_schedule="Interleaved1F1B")
+    assert layers_of_stages(interleaved, policy) == (1, 1, 1, 1)
+
+
+def test_layers_are_balanced_with_the_draft_that_is_trained():
+    policy = tiny_policy(num_hidden_layers=16)
+    few, many = {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 64}
+    # The head takes 0.5 of a layer: not enough to matter.
+    assert layers_of_stages(pipeline_settings(use_draft=False, **few), policy) == (8, 8)
+    assert layers_of_stages(pipeline_settings(draft_train=False, **few), policy) == (8, 8)
+    assert layers_of_stages(pipeline_settings(**few), policy) == (9, 7)
+    # There is more to do between the draft's start and the end of the other rank's work.
+    assert layers_of_stages(pipeline_settings(**many), policy) == (8, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,6 +4,7 @@ Pipeline parallelism: a policy split by layers, and the tap channel that brings 
 Knows nothing of TRL. Process groups and devices are arguments.
 """
 
+from .balance import balance_layers, draft_cost_of, fastest_layers, head_cost_of, step_time
 from .checkpoint import (
     has_stage_files,
     load_optimizer,
@@ -28,8 +29,6 @@ from .shared_memory import SharedMemoryTransport
 from .shared_optimizer import SharedOptimizer, shard_optimizer
 from .split import (
     PolicyStage,
-    balance_layers,
-    head_cost_of,
     keep_stages,
     require_split,
     split_policy,
@@ -72,7 +71,9 @@ __all__ = [
     "balance_layers",
     "bubble_share",
     "clip_grad_norm",
+    "draft_cost_of",
     "draft_memory",
+    "fastest_layers",
     "has_stage_files",
     "head_cost_of",
     "keep_stages",
@@ -92,6 +93,7 @@ __all__ = [
     "send_embedding",
     "shard_optimizer",
     "split_policy",
+    "step_time",
     "sum_tied_gradients",
     "two_layer_copy",
     "verify_split",

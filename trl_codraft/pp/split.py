@@ -310,48 +310,6 @@ def two_layer_config(config: Any) -> Any:
     return config
 
 
-def balance_layers(
-    num_layers: int, num_stages: int, *, head_cost: float = 0.0, draft_cost: float = 0.0
-) -> tuple[int, ...]:
-    """
-    Layers per stage such that the slowest stage is as fast as can be, the head and the draft on the last one counted.
-
-    Args:
-        num_layers (`int`), num_stages (`int`):
-            Of the policy.
-        head_cost (`float`, *optional*, defaults to `0.0`), draft_cost (`float`, *optional*, defaults to `0.0`):
-            Time of the head and of the draft's training for a microbatch, in units of a layer's: see [`head_cost_of`].
-            The draft runs after the schedule, while other stages still run backwards, so it is counted only as far as it
-            does not fit there: pass what is left.
-
-    Returns:
-        `tuple[int, ...]`: at least one per stage.
-
-    Raises:
-        ValueError: if there are more stages than layers.
-    """
-    if num_stages > num_layers:
-        raise ValueError(
-            f"{num_layers} layers cannot be split into {num_stages} stages: every stage needs at least one. Use at most "
-            f"{num_layers} stages (in the trainer: lower `pipeline_parallel_size`)."
-        )
-    layers = [1] * num_stages
-    extra = [0.0] * (num_stages - 1) + [head_cost + draft_cost]
-    for _ in range(num_layers - num_stages):
-        # Of equals the latest: earlier stages hold the activations of more microbatches.
-        layers[min(range(num_stages), key=lambda stage: (layers[stage] + extra[stage], -stage))] += 1
-    return tuple(layers)
-
-
-def head_cost_of(policy: nn.Module) -> float:
-    """Weights of the policy's head in units of those of a layer: about the ratio of their times."""
-    layer = decoder_of(policy).layers[0]
-    # Quantised matrices are packed into fewer values.
-    packed = {m.weight: m.in_features * m.out_features for m in layer.modules() if isinstance(m, nn.Linear)}
-    values = sum(packed.get(parameter, parameter.numel()) for parameter in layer.parameters())
-    return policy.get_output_embeddings().weight.numel() / values
-
-
 def sum_tied_gradients(weight: nn.Parameter, rank_of_first: int, rank_of_last: int, group: dist.ProcessGroup) -> None:
     """
     Adds up the gradients of the two copies of a tied embedding. Called by the first and the last stage, after all
