@@ -58,6 +58,7 @@ def build_draft(
         check_fits_policy(draft, policy)
     else:
         draft = Eagle3DraftModel(fresh_config(args, policy))
+        warn_about_whole_vocabulary(args, draft)
     if source is not None:
         warn_about_ignored_settings(args, draft.config)
     draft = draft.to(torch.float32)
@@ -91,6 +92,18 @@ def warn_about_ignored_settings(args: CoDraftGRPOConfig, config: Eagle3DraftConf
                 f"`{setting}={asked}` is for fresh drafts: the loaded draft keeps its `{field}={has}`. Drop the setting, "
                 "or start from a draft of that shape."
             )
+
+
+def warn_about_whole_vocabulary(args: CoDraftGRPOConfig, draft: Eagle3DraftModel) -> None:
+    """Warns if the head of a fresh draft is most of it, and nobody asked for that."""
+    head = draft.lm_head.weight.numel() / sum(parameter.numel() for parameter in draft.parameters())
+    if args.draft_vocab_size is None and head > 0.5 and args.process_index == 0:
+        size = draft.config.vocab_size
+        logger.warning(
+            f"The draft's head over all {size} tokens has {head:.0%} of its weights, and most of what drafting and training "
+            "it costs. Set `draft_vocab_size` (4096 to 32000) for a head over the most frequent tokens, which "
+            f"`draft/vocab_coverage` watches, or `draft_vocab_size={size}` to keep it as it is."
+        )
 
 
 def compute_dtype(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> torch.dtype:

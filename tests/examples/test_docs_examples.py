@@ -16,6 +16,7 @@ FOR_CPU = "    # bf16=False, use_cpu=True,"
 SMALL = {
     '"Qwen/Qwen3-4B"': '"policy"',
     "draft_pretrain_steps=200,": "draft_pretrain_steps=1, max_steps=1, max_completion_length=4, report_to='none',",
+    "draft_vocab_size=32_000,": "draft_vocab_size=64,",
     "accuracy_reward,": "letter_reward,",
 }
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin, T5For
 from transformers.utils import logging as logging_utils
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft.building import build_draft
 from trl_codraft.compatibility import plain_rollout_reason, refuse_unsupported, warn_about_unused_settings
 from trl_codraft.modeling.taps import decoder_of
 
@@ -152,6 +153,20 @@ def test_shape_settings_that_a_loaded_draft_does_not_follow_are_named(tmp_path, 
     with caplog.at_level(logging.WARNING, logger="trl_codraft"):
         codraft_trainer(tmp_path, trainer={"draft_model": draft}, draft_vocab_size=30)
     assert ["`draft_vocab_size=30` is for fresh drafts" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_head_over_the_whole_vocabulary_that_is_most_of_the_draft_is_named_unless_asked_for(caplog):
+    def warnings(vocab_size, **config):
+        caplog.clear()
+        args = CoDraftGRPOConfig(use_cpu=True, bf16=False, **config)
+        with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+            build_draft(args, tiny_policy(vocab_size=vocab_size), None)
+        return caplog.messages
+
+    # Head 2,048 x 32; fc 3 x 32 x 32, attention 64 x (32 + 16 + 16) and 32 x 32, MLP 3 x 32 x 48, four norms of 32.
+    (message,) = warnings(2048)
+    assert "all 2048 tokens has 84% of its weights" in message
+    assert warnings(2048, draft_vocab_size=2048) == warnings(2048, draft_vocab_size=64) == warnings(104) == []
 
 
 PLAIN = [
