@@ -42,6 +42,7 @@ from .pp import (
     plan_memory,
     verify_split,
 )
+from .pretraining import longest_prompt
 
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 INSTEAD = "Set `pipeline_parallel_size=1`."
+# Of the training set, that memory is planned for.
+PLANNED_PROMPTS = 256
 # What the ranks of a pipeline must have in common, besides the schedule of `grouped_loss.py`.
 SETTINGS = (
     "pipeline_parallel_size",
@@ -281,6 +284,7 @@ def _announce_plan(
     num_microbatches = args.gradient_accumulation_steps * size * args.context_parallel_size
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     sharers = args.world_size if args.draft_shard_optimizer else 1
+    prompt = longest_prompt(trainer, PLANNED_PROMPTS)
     try:
         plan = plan_memory(
             policy,
@@ -289,7 +293,7 @@ def _announce_plan(
             num_microbatches=num_microbatches,
             rows=args.per_device_train_batch_size,
             # Of a shard, as if every row were cut.
-            columns=-(-args.max_completion_length // args.context_parallel_size),
+            columns=-(-(prompt + args.max_completion_length) // args.context_parallel_size),
             schedule=args.pipeline_schedule,
             tap_layers=trainer.recorder.tap_layers if _draft_learns(args) else (),
             gradient_checkpointing=args.gradient_checkpointing,
@@ -309,8 +313,8 @@ def _announce_plan(
         return
     if trainer.accelerator.is_main_process:
         logger.warning(
-            f"Pipeline of {size} ranks, layers {list(layers)}, for completions of {args.max_completion_length} tokens "
-            f"(prompts come on top):\n{plan.table()}"
+            f"Pipeline of {size} ranks, layers {list(layers)}, for prompts of {prompt} tokens (the longest of the first "
+            f"{PLANNED_PROMPTS}) and completions of {args.max_completion_length}:\n{plan.table()}"
         )
 
 

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -260,6 +261,21 @@ def measure_tap_scales(
     return (sums[:-1] / sums[-1]).exp().float() if sums[-1] > 0 else None
 
 
+def first_prompts(trainer: "CoDraftGRPOTrainer", count: int) -> list:
+    """Prompts of the first rows of the training set, as they stand there; none where environments make them."""
+    if trainer.environment_factories is not None:
+        return []
+    return [row["prompt"] for row in islice(trainer.train_dataset, count) if "prompt" in row]
+
+
+def longest_prompt(trainer: "CoDraftGRPOTrainer", count: int) -> int:
+    """Tokens of the longest of the first prompts; 0 where none can be read before the run, as of a stream."""
+    if isinstance(trainer.train_dataset, IterableDataset | None):
+        return 0
+    prompts = first_prompts(trainer, count)
+    return max(map(len, trainer._tokenize_prompts(prompts)[0])) if prompts else 0
+
+
 def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[Rollout]) -> torch.Tensor:
     """
     How often each token occurs in up to 2,000 prompts of the training set and in given rollouts, over all ranks.
@@ -269,16 +285,11 @@ def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[Rollout]) -> torc
     """
     vocab_size = trainer.draft_model.config.vocab_size
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    rank, num_ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    prompts = []
-    for index, row in enumerate(trainer.train_dataset):
-        if index >= MAX_COUNTED_PROMPTS:
-            break
-        if index % num_ranks == rank and "prompt" in row:
-            prompts.append(row["prompt"])
     sequences = [completion for _, completion in rollouts]
-    if prompts and trainer.environment_factories is None:
-        sequences += trainer._tokenize_prompts(prompts)[0]
+    prompts = first_prompts(trainer, MAX_COUNTED_PROMPTS)
+    own = prompts[trainer.accelerator.process_index :: trainer.accelerator.num_processes]
+    if own:
+        sequences += trainer._tokenize_prompts(own)[0]
     for ids in sequences:
         counts += torch.bincount(torch.as_tensor(ids, dtype=torch.long), minlength=vocab_size)
     return trainer.accelerator.reduce(counts.to(trainer.accelerator.device), reduction="sum").cpu()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType, TorchDynamoPlugin
+from datasets import IterableDataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
 from torch import nn
@@ -17,6 +18,7 @@ from trl_codraft.pipeline_part import layers_of_stages, require_place_for_adapte
 from trl_codraft.pipelined_loss import PipelinedLoss
 from trl_codraft.pp import Shard, StageView
 from trl_codraft.pp.view import plain_forward
+from trl_codraft.pretraining import longest_prompt
 
 
 LAYERS = (1, 2, 1)
@@ -288,13 +290,14 @@ def test_the_dtype_between_stages_is_that_of_the_residual_stream(dtype):
     assert hidden_dtype(policy, lambda: torch.autocast("cpu", torch.bfloat16)) == dtype
 
 
-@pytest.mark.parametrize(("context", "columns"), [(1, 10), (4, 3)])
+# Prompts of up to 8 tokens and completions of 10.
+@pytest.mark.parametrize(("context", "columns"), [(1, 18), (4, 5)])
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, in_parts, monkeypatch):
     """
-    Columns of a shard, taps only where a draft learns from them, state that ranks share, a copy that rolls out, a reference
-    policy unless it is in the parts.
+    Columns of a shard of the longest prompt and completion, taps only where a draft learns from them, state that ranks share,
+    a copy that rolls out, a reference policy unless it is in the parts.
     """
     planned = {}
     monkeypatch.setattr(pipeline_group, "plan_memory", lambda *arguments, **sizes: planned.update(sizes))
@@ -321,6 +324,9 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, in_parts, mo
         ref_model=nn.Linear(5, 7, bias=False),
         draft_model=nn.Linear(2, 3, bias=False),
         recorder=SimpleNamespace(tap_layers=(0, 2)),
+        train_dataset=[{"prompt": "three"}, {"other": 1}, {"prompt": "longest."}],
+        environment_factories=None,
+        _tokenize_prompts=lambda prompts: ([[*prompt] for prompt in prompts], None),
         accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
     )
     pipeline_group._announce_plan(trainer, LAYERS, [(3, 2), (1, 1)] if in_parts else None)
@@ -330,6 +336,18 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, in_parts, mo
     assert planned["num_microbatches"] == 3 * 2 * context
     assert planned["tap_layers"] == ((0, 2) if learns else ())
     assert planned["draft_bytes"] == (2 + 2 / 8 + 1 if learns else 4) * 6 * 4
+
+
+def test_prompts_that_cannot_be_read_before_the_run_are_not_planned_for():
+    def tokenize(prompts):
+        raise AssertionError("read")
+
+    stream = SimpleNamespace(train_dataset=IterableDataset.from_generator(tokenize), environment_factories=None)
+    environments = SimpleNamespace(
+        train_dataset=[{"prompt": "a"}], environment_factories={}, _tokenize_prompts=tokenize
+    )
+    nothing = SimpleNamespace(train_dataset=None, environment_factories=None)
+    assert [longest_prompt(trainer, 5) for trainer in (stream, environments, nothing)] == [0, 0, 0]
 
 
 def test_an_optimizer_of_an_unknown_kind_is_not_shared():
