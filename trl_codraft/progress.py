@@ -23,7 +23,7 @@ from .group import attributes_set
 
 
 # In the order in which a micro-step goes through them.
-STAGES = ("nothing yet", "rollouts", "rollouts done", "rewards", "rewards done", "loss")
+STAGES = ("nothing yet", "rollouts", "rollouts done", "rewards", "rewards done", "loss", "draft", "draft done")
 # What torch's own errors and those of gloo say when a rank is gone or late.
 COLLECTIVE_ERRORS = ("Timed out waiting", "Connection closed by peer", "Connection reset", "pair closure", "gloo")
 NAMED_RANKS = 8

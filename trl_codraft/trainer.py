@@ -289,8 +289,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self._learn_from_kept()
         if not self.accelerator.sync_gradients:
             return
-        start = time.perf_counter()
-        metrics = self.draft_trainer.step()
+        start, metrics = time.perf_counter(), self.draft_trainer.step()
         seconds = torch.tensor([self._draft_seconds + time.perf_counter() - start], device=self.accelerator.device)
         # Of the rank that took longest: in a pipeline, where only the last stage's learn, others wait for them elsewhere.
         metrics["draft/time"] = self.accelerator.gather(seconds).max().item()
@@ -301,10 +300,11 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         warn_about_metrics(metrics, self._draft_is_fresh)
 
     def _learn_from_kept(self):
-        start = time.perf_counter()
-        batches, self._draft_batches = self._draft_batches, []
+        start, batches, self._draft_batches = time.perf_counter(), self._draft_batches, []
+        self._note("draft")
         for batch in batches:
             self.draft_trainer.accumulate(batch, draft_loss_on(self))
+        self._note("draft done")
         self._draft_seconds += time.perf_counter() - start
 
     # Rolling out with the draft

@@ -22,6 +22,7 @@ def seen(tmp_path_factory):
         "killed in a reward",
         "stalled in a reward",
         "plain run, killed in a reward",
+        "plain run, killed in the draft",
     ],
 )
 def test_the_other_rank_ends_with_an_error_that_names_it_within_the_timeout(seen, fault):
@@ -31,6 +32,9 @@ def test_the_other_rank_ends_with_an_error_that_names_it_within_the_timeout(seen
     if "attention" in fault:
         assert "no answer from rank 1" in message
         assert "No rank has come less far than this one, rank 0: 'loss' of micro-step 2" in message
+    elif "draft" in fault:
+        assert "come least far: rank 1: 'draft' of micro-step 2" in message
+        assert "This one, rank 0: 'draft done' of micro-step 2" in message
     else:
         assert "come least far: rank 1: 'rewards' of micro-step 2" in message
         assert "This one, rank 0: 'rewards done' of micro-step 2" in message

@@ -15,6 +15,7 @@ from forked_ranks import start_ranks
 from replay import token_reward
 
 from trl_codraft.cp import model
+from trl_codraft.training import DraftTrainer
 
 
 TIMEOUT = 10
@@ -37,7 +38,7 @@ def strike(out, fault):
 
 def train(rank, world_size, out, fault):
     calls = iter(range(10**6))
-    attention = model.ring_attention
+    attention, accumulate = model.ring_attention, DraftTrainer.accumulate
 
     def faulty_attention(*arguments, **settings):
         if rank == 1 and "attention" in fault and next(calls) == 21:
@@ -49,10 +50,18 @@ def train(rank, world_size, out, fault):
             strike(out, fault)
         return token_reward(completion_ids)
 
+    def faulty_learning(self, *arguments):
+        if rank == 1 and "the draft" in fault and next(calls) == 1:
+            strike(out, fault)
+        return accumulate(self, *arguments)
+
     size = 1 if fault.startswith("plain") else 2
     trainer = build({**CASE, "steps_per_generation": 1}, out, world_size, size, reward_funcs=faulty_reward)
     try:
-        with mock.patch.object(model, "ring_attention", faulty_attention):
+        with (
+            mock.patch.object(model, "ring_attention", faulty_attention),
+            mock.patch.object(DraftTrainer, "accumulate", faulty_learning),
+        ):
             trainer.train()
     except RuntimeError as error:
         (out / "message").write_text(str(error))
@@ -79,5 +88,6 @@ if __name__ == "__main__":
         "killed in a reward",
         "stalled in a reward",
         "plain run, killed in a reward",
+        "plain run, killed in the draft",
     )
     torch.save({fault: see(folder, fault) for fault in faults}, folder / "rank0.pt")

@@ -5,7 +5,8 @@ from group.forked_ranks import run_script
 
 
 TIMEOUT = 10
-SLOW = ("killed in a forward", "stalled in a forward", "killed in a reward", "stalled in a reward")
+PLACES = ("a forward", "a reward", "the draft")
+SLOW = tuple(f"{what} in {place}" for place in PLACES for what in ("killed", "stalled"))
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def seen(tmp_path_factory):
     return outcome_of
 
 
-RAISED = ("raised in a reward", "raised in an evaluation", "raised in a forward")
+RAISED = ("raised in a reward", "raised in an evaluation", "raised in a forward", "raised in the draft")
 
 
 @pytest.mark.parametrize("fault", RAISED)
@@ -29,7 +30,9 @@ def test_an_exception_of_one_rank_ends_all_with_its_message(seen, fault):
     exit_code, seconds, messages = seen(*RAISED)[fault]
     assert exit_code == 1
     assert seconds <= TIMEOUT
-    if fault == "raised in a forward":
+    if fault == "raised in the draft":
+        assert "least far: rank 1: 'draft' of micro-step 3" in messages[0]
+    elif fault == "raised in a forward":
         # Whichever is first: the other rank's message, or that its process has ended.
         assert "rank 1 (stages [1])" in messages[0] or "rank(s) [1] had ended" in messages[0]
     else:
@@ -44,5 +47,7 @@ def test_the_other_rank_ends_with_an_error_within_the_timeout(seen, fault):
     exit_code, seconds, messages = seen(*SLOW)[fault]
     assert exit_code not in (0, None)
     assert seconds <= TIMEOUT + 10
+    if "draft" in fault:
+        assert "least far: rank 1: 'draft' of micro-step 3" in messages[0]
     if "forward" in fault:
         assert "rank(s) [1]" in messages[0] or "rank 1" in messages[0]

@@ -15,6 +15,7 @@ from pp.trainer_worker import build, save_policies
 from replay import token_reward
 
 from trl_codraft.pp import StageView
+from trl_codraft.training import DraftTrainer
 
 
 TIMEOUT = 10
@@ -33,7 +34,7 @@ def strike(out, fault):
 
 def train(rank, world_size, out, fault):
     calls = iter(range(10**6))
-    forward = StageView.run
+    forward, accumulate = StageView.run, DraftTrainer.accumulate
 
     def faulty_forward(self, arguments, extras):
         if rank == 1 and "forward" in fault and torch.is_grad_enabled() and next(calls) == 5:
@@ -47,9 +48,18 @@ def train(rank, world_size, out, fault):
                 strike(out, fault)
         return token_reward(completion_ids)
 
+    def faulty_learning(self, *arguments):
+        # Where the draft learns: on the last stage, while the other rank may still run backwards.
+        if "the draft" in fault and next(calls) == 5:
+            strike(out, fault)
+        return accumulate(self, *arguments)
+
     trainer = build(CASE, out, world_size, "2", reward_funcs=faulty_reward)
     try:
-        with mock.patch.object(StageView, "run", faulty_forward):
+        with (
+            mock.patch.object(StageView, "run", faulty_forward),
+            mock.patch.object(DraftTrainer, "accumulate", faulty_learning),
+        ):
             trainer.train()
     except RuntimeError as error:
         (out / f"message{rank}").write_text(str(error))
