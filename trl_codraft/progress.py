@@ -24,6 +24,7 @@ from .group import attributes_set
 
 # In the order in which a micro-step goes through them.
 STAGES = ("nothing yet", "rollouts", "rollouts done", "rewards", "rewards done", "loss", "draft", "draft done")
+OF_THE_DRAFT = STAGES[-2:]
 # What torch's own errors and those of gloo say when a rank is gone or late.
 COLLECTIVE_ERRORS = ("Timed out waiting", "Connection closed by peer", "Connection reset", "pair closure", "gloo")
 NAMED_RANKS = 8
@@ -96,6 +97,7 @@ class KnownProgress(GRPOTrainer):
     """Notes what this rank has come to, and explains errors of collectives by what the others have."""
 
     _board: ProgressBoard | None = None
+    _micro_step = 0
 
     def train(self, *args, **kwargs):
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -118,8 +120,10 @@ class KnownProgress(GRPOTrainer):
             raise RuntimeError(f"{error}\n{self._board.explanation()}") from error
 
     def _note(self, stage: str) -> None:
+        if stage not in OF_THE_DRAFT:  # it learns when TRL has counted the micro-step, or in a pipeline before that
+            self._micro_step = self._step
         if self._board is not None:
-            self._board.note(self._step, stage)
+            self._board.note(self._micro_step, stage)
 
     def _noting(self, function: Callable, stage: str) -> Callable:
         """The same function, after which a stage is reached."""

@@ -51,7 +51,7 @@ def train(rank, world_size, out, fault):
         return token_reward(completion_ids)
 
     def faulty_learning(self, *arguments):
-        if rank == 1 and "the draft" in fault and next(calls) == 1:
+        if rank == 1 and "the draft" in fault and next(calls) == 2:
             strike(out, fault)
         return accumulate(self, *arguments)
 

@@ -80,6 +80,22 @@ def test_a_second_run_of_a_process_starts_anew(monkeypatch):
     trainer.train()
 
 
+def test_a_draft_that_learns_belongs_to_the_micro_step_before_also_when_that_is_counted():
+    ranks = boards(2)
+    trainers = [KnownProgress.__new__(KnownProgress) for _ in ranks]
+    for trainer, board in zip(trainers, ranks, strict=True):
+        trainer._board, trainer._step = board, 4
+        trainer._note("loss")
+        trainer._step += 1  # as TRL does after the backward
+        trainer._note("draft")
+    # The first rank goes on to the next micro-step, where it waits for the other.
+    trainers[0]._note("draft done")
+    trainers[0]._note("loss")
+    said = ranks[0].explanation()
+    assert "least far: rank 1: 'draft' of micro-step 4" in said
+    assert "This one, rank 0: 'loss' of micro-step 5" in said
+
+
 @pytest.mark.parametrize("text", ["Timed out waiting 10000ms for recv", "a tensor of the user"])
 def test_only_errors_of_collectives_are_explained(text):
     trainer = KnownProgress.__new__(KnownProgress)
