@@ -312,9 +312,10 @@ def _announce_plan(
             logger.warning(f"The memory of the pipeline is not planned: {reason} Its bubble is {bubble:.1%}.")
         return
     if trainer.accelerator.is_main_process:
+        prompts = f"prompts of {prompt}, longest of the first {PLANNED_PROMPTS}" if prompt else "prompts come on top"
         logger.warning(
-            f"Pipeline of {size} ranks, layers {list(layers)}, for prompts of {prompt} tokens (the longest of the first "
-            f"{PLANNED_PROMPTS}) and completions of {args.max_completion_length}:\n{plan.table()}"
+            f"Pipeline of {size} ranks, layers {list(layers)}, for completions of {args.max_completion_length} tokens "
+            f"({prompts}):\n{plan.table()}"
         )
 
 

@@ -270,7 +270,8 @@ def first_prompts(trainer: "CoDraftGRPOTrainer", count: int) -> list:
 
 def longest_prompt(trainer: "CoDraftGRPOTrainer", count: int) -> int:
     """Tokens of the longest of the first prompts; 0 where none can be read before the run, as of a stream."""
-    if isinstance(trainer.train_dataset, IterableDataset | None):
+    # What a `rollout_func` takes need not be text.
+    if isinstance(trainer.train_dataset, IterableDataset | None) or trainer.rollout_func is not None:
         return 0
     prompts = first_prompts(trainer, count)
     return max(map(len, trainer._tokenize_prompts(prompts)[0])) if prompts else 0

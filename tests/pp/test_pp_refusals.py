@@ -326,6 +326,7 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, in_parts, mo
         recorder=SimpleNamespace(tap_layers=(0, 2)),
         train_dataset=[{"prompt": "three"}, {"other": 1}, {"prompt": "longest."}],
         environment_factories=None,
+        rollout_func=None,
         _tokenize_prompts=lambda prompts: ([[*prompt] for prompt in prompts], None),
         accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
     )
@@ -342,12 +343,12 @@ def test_prompts_that_cannot_be_read_before_the_run_are_not_planned_for():
     def tokenize(prompts):
         raise AssertionError("read")
 
-    stream = SimpleNamespace(train_dataset=IterableDataset.from_generator(tokenize), environment_factories=None)
-    environments = SimpleNamespace(
-        train_dataset=[{"prompt": "a"}], environment_factories={}, _tokenize_prompts=tokenize
-    )
-    nothing = SimpleNamespace(train_dataset=None, environment_factories=None)
-    assert [longest_prompt(trainer, 5) for trainer in (stream, environments, nothing)] == [0, 0, 0]
+    trainer = {"environment_factories": None, "rollout_func": None, "_tokenize_prompts": tokenize}
+    stream = {"train_dataset": IterableDataset.from_generator(tokenize)}
+    environments = {"train_dataset": [{"prompt": "a"}], "environment_factories": {}}
+    tasks = {"train_dataset": [{"prompt": {"task": 3}}], "rollout_func": print}
+    for case in (stream, environments, tasks, {"train_dataset": None}):
+        assert longest_prompt(SimpleNamespace(**{**trainer, **case}), 5) == 0
 
 
 def test_an_optimizer_of_an_unknown_kind_is_not_shared():
