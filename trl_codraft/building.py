@@ -11,6 +11,8 @@ from transformers.utils import logging
 from .config import CoDraftGRPOConfig
 from .modeling.checkpoint import check_fits_policy
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
+from .modeling.disk_config import config_from_disk
+from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .training import DraftTrainer, DraftTrainingArguments
 
@@ -67,6 +69,15 @@ def build_draft(
         parameter.data = parameter.data.contiguous()
     draft.compute_dtype = compute_dtype(args, policy)
     return draft
+
+
+def config_of_draft(
+    args: CoDraftGRPOConfig, policy: PreTrainedModel, source: str | Eagle3DraftModel | None
+) -> Eagle3DraftConfig:
+    """The configuration of what [`build_draft`] builds of the same arguments."""
+    if isinstance(source, str):
+        return config_from_disk(read_config(resolve_folder(source)), policy.config.get_text_config())
+    return fresh_config(args, policy) if source is None else source.config
 
 
 def fresh_config(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> Eagle3DraftConfig:

@@ -101,7 +101,7 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer", parts: PolicyParts | None
     rotary_by_length(policy)
     if args.context_parallel_size > 1:
         require_shards(trainer)
-    layers = layers_of_stages(args, policy) if parts is None else parts.layers
+    layers = layers_of_stages(args, policy, trainer.draft_model) if parts is None else parts.layers
     groups = _Groups(args, accelerator.device)
     _announce_plan(trainer, layers, None if parts is None else _bytes_of_parts(trainer, groups.host))
     if parts is None:

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from trl.trainer import grpo_trainer
 
-from .building import fresh_config
+from .building import config_of_draft
 from .compatibility import base_policy
 from .config import CoDraftGRPOConfig
+from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.taps import decoder_of
 from .pp import (
     draft_cost_of,
@@ -31,15 +32,19 @@ from .pp import (
 INTERLEAVED_STAGES = 2
 
 
-def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, ...]:
+def layers_of_stages(
+    args: CoDraftGRPOConfig, policy: nn.Module, draft: str | Eagle3DraftModel | None = None
+) -> tuple[int, ...]:
     """
-    Decoder layers of each stage: what the user says, or balanced with the head and a fresh draft's training counted.
+    Decoder layers of each stage: what the user says, or balanced with the head and the draft's training counted.
 
     Args:
         args ([`CoDraftGRPOConfig`]):
             The configuration.
         policy ([`~transformers.PreTrainedModel`]):
             The policy, whole; weights do not matter.
+        draft (`str` or [`Eagle3DraftModel`], *optional*):
+            What the draft starts from; a fresh one if `None`.
 
     Raises:
         ValueError: if the policy has other layers than the user says, or fewer than stages.
@@ -54,7 +59,7 @@ def layers_of_stages(args: CoDraftGRPOConfig, policy: nn.Module) -> tuple[int, .
     in_layers = 3 / 4 if args.gradient_checkpointing else 1
     draft_cost = 0.0
     if args.use_draft and args.draft_train:
-        draft_cost = in_layers * draft_cost_of(policy, fresh_config(args, policy), args.draft_ttt_steps)
+        draft_cost = in_layers * draft_cost_of(policy, config_of_draft(args, policy, draft), args.draft_ttt_steps)
     return fastest_layers(
         len(decoder_of(policy).layers),
         schedule_order(args.pipeline_schedule, size, num_stages, num_microbatches),
@@ -121,19 +126,23 @@ class PolicyParts:
             The configuration.
         adapters (`Sequence[PeftConfig]`, *optional*, defaults to `()`):
             Of the adapters that policies have or get.
+        draft (`str` or [`Eagle3DraftModel`], *optional*):
+            What the draft starts from.
 
     Attributes:
         layers (`tuple[int, ...]` or `None`):
             Decoder layers of each stage, once a policy was cut.
     """
 
-    def __init__(self, args: CoDraftGRPOConfig, adapters: Sequence[Any] = ()):
-        self.args, self.adapters = args, adapters
+    def __init__(
+        self, args: CoDraftGRPOConfig, adapters: Sequence[Any] = (), draft: str | Eagle3DraftModel | None = None
+    ):
+        self.args, self.adapters, self.draft = args, adapters, draft
         self.layers: tuple[int, ...] | None = None
 
     def cut(self, policy: PreTrainedModel) -> list[str]:
         """Drops other ranks' layers from a whole policy, in place; the paths of what it dropped."""
-        layers = layers_of_stages(self.args, policy)
+        layers = layers_of_stages(self.args, policy, self.draft)
         for adapter in self.adapters:
             require_place_for_adapter(adapter, policy, layers, self.args.pipeline_parallel_size)
         size = self.args.pipeline_parallel_size
@@ -170,7 +179,9 @@ create_model_from_path = grpo_trainer.create_model_from_path
 
 
 @contextmanager
-def policies_in_parts(args: CoDraftGRPOConfig, model: Any, peft_config: Any = None) -> Iterator[PolicyParts | None]:
+def policies_in_parts(
+    args: CoDraftGRPOConfig, model: Any, peft_config: Any = None, draft: str | Eagle3DraftModel | None = None
+) -> Iterator[PolicyParts | None]:
     """
     Within it, `GRPOTrainer.__init__` loads parts of its policy and of its reference policy, if ranks hold parts.
 
@@ -181,12 +192,14 @@ def policies_in_parts(args: CoDraftGRPOConfig, model: Any, peft_config: Any = No
             The argument of the trainer. An object is cut down in place.
         peft_config (`PeftConfig`, *optional*):
             The argument of the trainer.
+        draft (`str` or [`Eagle3DraftModel`], *optional*):
+            What the draft starts from.
     """
     if args.holds_whole_policy:
         yield None
         return
     adapters = [*model.peft_config.values()] if isinstance(model, nn.Module) and is_peft_model(model) else []
-    parts = PolicyParts(args, [*adapters, *([] if peft_config is None else [peft_config])])
+    parts = PolicyParts(args, [*adapters, *([] if peft_config is None else [peft_config])], draft)
     if isinstance(model, nn.Module):
         parts.cut(base_policy(model))
     grpo_trainer.create_model_from_path = parts.create_model_from_path

@@ -136,7 +136,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         served_group = args.pipeline_parallel_size * args.context_parallel_size > 1 and args.vllm_mode == "server"
         own_generation = args.use_vllm and (args.use_draft or served_group)
         with (
-            policies_in_parts(args, model, peft_config) as parts,
+            policies_in_parts(args, model, peft_config, draft_model or args.draft_model_name_or_path) as parts,
             deferred_engine(own_generation, args.ddp_timeout),
             not_sharded_by_accelerate(args),
         ):

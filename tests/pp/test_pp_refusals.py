@@ -11,10 +11,10 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
 from torch import nn
 
-from trl_codraft import CoDraftGRPOConfig, pipeline_group
+from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel, pipeline_group
 from trl_codraft.context_group import require_divisible_world
 from trl_codraft.pipeline_group import hidden_dtype, unsupported_in_stages
-from trl_codraft.pipeline_part import layers_of_stages, require_place_for_adapter
+from trl_codraft.pipeline_part import layers_of_stages, policies_in_parts, require_place_for_adapter
 from trl_codraft.pipelined_loss import PipelinedLoss
 from trl_codraft.pp import Shard, StageView
 from trl_codraft.pp.view import plain_forward
@@ -281,6 +281,21 @@ def test_layers_are_balanced_with_the_draft_that_is_trained():
     assert layers_of_stages(pipeline_settings(**few), policy) == (9, 7)
     # There is more to do between the draft's start and the end of the other rank's work.
     assert layers_of_stages(pipeline_settings(**many), policy) == (8, 8)
+
+
+def test_a_draft_that_is_loaded_counts_as_it_is_whatever_is_asked_of_a_fresh_one(tmp_path):
+    policy, one_pass = tiny_policy(num_hidden_layers=32), {"gradient_accumulation_steps": 2, "draft_ttt_steps": 1}
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, num_hidden_layers=4))
+    draft.save_pretrained(tmp_path)
+    assert layers_of_stages(pipeline_settings(**one_pass), policy) == (16, 16)
+    for source in (draft, str(tmp_path)):
+        assert layers_of_stages(pipeline_settings(**one_pass), policy, source) == (17, 15)
+        # More tokens than the policy has.
+        assert layers_of_stages(pipeline_settings(draft_vocab_size=105, **one_pass), policy, source) == (17, 15)
+    # With the policy cut down before the draft is loaded, the same.
+    in_parts = pipeline_settings(pipeline_replica=False, **one_pass)
+    with policies_in_parts(in_parts, policy, draft=str(tmp_path)) as parts:
+        assert parts.layers == (17, 15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
