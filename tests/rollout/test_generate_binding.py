@@ -196,6 +196,15 @@ def test_policies_that_cannot_be_verified_fall_back_with_a_reason(name):
     assert message in unsupported_reason(make())
 
 
+@pytest.mark.parametrize(("model_type", "reason"), [("mistral", None), ("llama", "sliding_window=5")])
+def test_code_that_is_no_module_builds_the_masks_of_what_it_derives_from(model_type, reason):
+    policy = tiny_policy(model_type, sliding_window=5)
+    decoder = type(policy.model)
+    policy.model.__class__ = type(decoder.__name__, (decoder,), {"__module__": "executed"})
+    found = unsupported_reason(policy)
+    assert found is None if reason is None else reason in found
+
+
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa"])
 def test_attention_without_ragged_masks_falls_back_with_a_reason(implementation):
     policy = tiny_policy("llama", num_hidden_layers=1)

@@ -138,7 +138,8 @@ def _architecture_reason(policy: PreTrainedModel) -> str | None:
 
 def _masks_windows(policy: PreTrainedModel) -> bool:
     """Whether the policy's own code builds masks of sliding windows, as Transformers' models do."""
-    modules = (sys.modules[kind.__module__] for kind in type(policy.get_decoder()).__mro__)
+    # Code that was executed from a file need not be among the modules.
+    modules = (sys.modules.get(kind.__module__) for kind in type(policy.get_decoder()).__mro__)
     return any(hasattr(module, "create_sliding_window_causal_mask") for module in modules)
 
 
