@@ -54,9 +54,11 @@ logger = logging.get_logger(__name__)
 INSTEAD = "Set `pipeline_parallel_size=1`."
 # Of the training set, that memory is planned for.
 PLANNED_PROMPTS = 256
-# What the ranks of a pipeline must have in common, besides the schedule of `grouped_loss.py`.
+# What the ranks of a run must have in common before they split a policy, besides the schedule of `grouped_loss.py`.
 SETTINGS = (
     "pipeline_parallel_size",
+    "context_parallel_size",
+    "gradient_accumulation_steps",
     "pipeline_schedule",
     "layers_per_stage",
     "pipeline_replica",
@@ -69,6 +71,8 @@ SETTINGS = (
     "draft_tap_layers",
     "draft_vocab_size",
     "draft_num_hidden_layers",
+    "draft_fc_norm",
+    "draft_norm_output",
     "draft_train_on_prompt",
     "loss_type",
     "temperature",

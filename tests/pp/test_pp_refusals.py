@@ -283,6 +283,25 @@ def test_layers_are_balanced_with_the_draft_that_is_trained():
     assert layers_of_stages(pipeline_settings(**many), policy) == (8, 8)
 
 
+class Watched:
+    """Settings, and which of them were read."""
+
+    def __init__(self, args):
+        self.args, self.read = args, set()
+
+    def __getattr__(self, name):
+        self.read.add(name)
+        return getattr(self.args, name)
+
+
+def test_ranks_compare_all_settings_that_layers_follow_from():
+    """Ranks that cut a policy differently would wait for each other's layers."""
+    args = Watched(pipeline_settings())
+    layers_of_stages(args, tiny_policy())
+    assert {"layers_per_stage", "gradient_accumulation_steps", "draft_ttt_steps"} < args.read
+    assert args.read <= set(pipeline_group.SETTINGS)
+
+
 def test_a_draft_that_is_loaded_counts_as_it_is_whatever_is_asked_of_a_fresh_one(tmp_path):
     policy, one_pass = tiny_policy(num_hidden_layers=32), {"gradient_accumulation_steps": 2, "draft_ttt_steps": 1}
     draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, num_hidden_layers=4))
