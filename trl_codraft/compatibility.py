@@ -127,10 +127,11 @@ def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | 
             f"the policy takes a processor (vision-language model), and images cannot be split over ranks. {instead}"
         )
     mesh = state.parallelism_config
+    # Not None, and 1, of one that is sharded in other ways.
     if base_policy(trainer.model).tp_size is not None or (mesh is not None and mesh.tp_size > 1):
         return (
-            "a tensor-parallel policy has pieces of layers where ranks are taken to have whole ones. Load it without "
-            f"`tp_plan`, and set `tp_size=1` in Accelerate's `ParallelismConfig`. {instead}"
+            "a policy that Transformers shards has pieces of layers where ranks are taken to have whole ones. Load it without "
+            f"`tp_plan` and `distributed_config`, and set `tp_size=1` in Accelerate's `ParallelismConfig`. {instead}"
         )
     if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
         return (

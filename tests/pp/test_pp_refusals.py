@@ -31,10 +31,10 @@ def quantized_policy():
     return policy
 
 
-def tensor_parallel_policy():
-    """As Transformers marks one."""
+def policy_in_pieces(tp_size):
+    """As Transformers marks one that it shards: in layers, or with 1 as FSDP does."""
     policy = tiny_policy()
-    policy._tp_size = 2
+    policy._tp_size = tp_size
     return policy
 
 
@@ -79,7 +79,8 @@ def fake_trainer(
         ({"aux_loss": True}, "router_aux_loss_coef=0.0"),
         ({"torch_compile": True}, "torch_compile=False"),
         ({"dynamo": "inductor"}, "torch_compile=False"),
-        ({"policy": tensor_parallel_policy()}, "Load it without `tp_plan`"),
+        ({"policy": policy_in_pieces(tp_size=2)}, "Load it without `tp_plan`"),
+        ({"policy": policy_in_pieces(tp_size=1)}, "and `distributed_config`"),
         ({"mesh": ParallelismConfig(tp_size=2)}, "set `tp_size=1`"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='server'"),
