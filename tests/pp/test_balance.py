@@ -118,6 +118,19 @@ def counted(function):
     return counter.get_total_flops() / 2
 
 
+@pytest.mark.parametrize(("model_type", "experts"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_of_experts_those_that_are_active_cost(model_type, experts):
+    length, sizes = 400, {experts: 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    policy = tiny_policy(model_type, dtype=torch.float64, **sizes)
+    policy.set_experts_implementation("eager")  # torch does not count the grouped products
+    hidden = torch.randn(1, length, policy.config.hidden_size, dtype=torch.float64)
+    positions = policy.model.rotary_emb(hidden, torch.arange(length)[None])
+    with torch.no_grad():
+        of_layer = counted(lambda: policy.model.layers[0](hidden, position_embeddings=positions))
+        of_head = counted(lambda: policy.lm_head(hidden))
+    assert head_cost_of(policy) == pytest.approx(of_head / of_layer, rel=0.03)
+
+
 @pytest.mark.parametrize("settings", [{}, {"reduced": True}, {"num_hidden_layers": 2}, {"tap_layers": (0, 1, 2, 3)}])
 @pytest.mark.parametrize("num_passes", [1, 4])
 def test_the_cost_of_a_draft_is_what_torch_counts(settings, num_passes):

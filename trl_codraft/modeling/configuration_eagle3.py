@@ -289,17 +289,22 @@ def _first_number(config: PreTrainedConfig, *names: str, default: float) -> floa
     return default
 
 
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """How many experts of a layer a token goes through; 0 where there are none."""
+    return _first_number(config, "num_experts_per_tok", "moe_topk", "top_k_experts", default=0)
+
+
 def _dense_intermediate_size(config: PreTrainedConfig) -> int:
     """Width of a dense MLP for the draft of a dense or mixture-of-experts policy."""
     hidden_size = config.hidden_size
     width = getattr(config, "intermediate_size", None)
     if isinstance(width, (list, tuple)):
         width = max(width)
-    experts_per_token = _first_number(config, "num_experts_per_tok", "moe_topk", "top_k_experts", default=0)
-    if not experts_per_token:
+    active = experts_per_token(config)
+    if not active:
         return width if width is not None else 4 * hidden_size
     expert_width = _first_number(config, "moe_intermediate_size", default=width or hidden_size)
-    return int(min(max(experts_per_token * expert_width, 2 * hidden_size), 4 * hidden_size))
+    return int(min(max(active * expert_width, 2 * hidden_size), 4 * hidden_size))
 
 
 def _attention_sizes(config: PreTrainedConfig) -> dict[str, int]:

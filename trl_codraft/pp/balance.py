@@ -7,6 +7,7 @@ Costs are times for a microbatch, forward and backward, in units of those of one
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..modeling.configuration_eagle3 import experts_per_token
 from ..modeling.taps import decoder_of
 from .order import BACKWARD_TIME, FORWARD_TIME, Action, Order, action_ends
 
@@ -109,7 +110,7 @@ def step_time(order: Order, layers: tuple[int, ...], *, head_cost: float = 0.0, 
 
 
 def head_cost_of(policy: nn.Module) -> float:
-    """Weights of the policy's head in units of those of a layer: about the ratio of their times."""
+    """Weights of the policy's head in units of those of a layer that a token goes through: about the ratio of their times."""
     return policy.get_output_embeddings().weight.numel() / _weights_of_layer(policy)
 
 
@@ -138,9 +139,16 @@ def draft_cost_of(policy: nn.Module, draft: PreTrainedConfig, num_passes: int) -
     return (num_passes * each_pass + once) / (3 * _weights_of_layer(policy))
 
 
-def _weights_of_layer(policy: nn.Module) -> int:
-    """Of the first decoder layer."""
+def _weights_of_layer(policy: nn.Module) -> float:
+    """Of the first decoder layer, as many as a token goes through: of experts those that are active."""
     layer = decoder_of(policy).layers[0]
+    active = experts_per_token(policy.config.get_text_config().per_layer_config[0])
     # Quantised matrices are packed into fewer values.
     packed = {m.weight: m.in_features * m.out_features for m in layer.modules() if isinstance(m, nn.Linear)}
-    return sum(packed.get(parameter, parameter.numel()) for parameter in layer.parameters())
+
+    def count(parameter: nn.Parameter) -> float:
+        values = packed.get(parameter, parameter.numel())
+        # Matrices of experts are stacked.
+        return values * active / len(parameter) if active and parameter.dim() == 3 else values
+
+    return sum(map(count, layer.parameters()))
