@@ -54,6 +54,7 @@ def test_more_slots_than_a_socket_holds_headers_of_are_refused_on_all_ranks(outc
     messages = succeeded(outcomes["shared memory", "too many slots"])
     assert messages[0] == messages[1]
     assert "have 1000000 landing slots together" in messages[0]
+    assert "in the trainer: `tap_channel_slots`" in messages[0]
     assert succeeded(outcomes["gloo", "too many slots"]) == ["", ""]
 
 

@@ -100,7 +100,7 @@ class SocketTransport(ABC):
         if held < self._most_slots:
             raise ValueError(
                 f"The lanes of a rank have {self._most_slots} landing slots together, but a socket holds the headers of {held} "
-                "(`net.core.wmem_max`). Set fewer `slots`, or use `GlooTransport`."
+                "(`net.core.wmem_max`). Set fewer `slots` (in the trainer: `tap_channel_slots`), or use `GlooTransport`."
             )
         for lane in lanes:
             if self.rank == lane.sink:
