@@ -157,8 +157,8 @@ class Eagle3DraftConfig(PreTrainedConfig):
 
         A RoPE type whose frequencies follow the length of the text (`"dynamic"`, `"longrope"`) or that rotates in its
         own way becomes plain RoPE at the policy's `rope_theta`; of per-layer-type parameters those of full attention
-        are taken, of sizes that differ between layers those of the first. A mixture of experts gets one dense MLP as wide as its active experts, within 2 to 4 times
-        `hidden_size`; latent attention gets ordinary heads of width 128.
+        are taken, of sizes that differ between layers those of the first. A mixture of experts gets one dense MLP as wide
+        as its active experts, within 2 to 4 times `hidden_size`; latent attention gets ordinary heads of width 128.
 
         Args:
             policy_config ([`~transformers.PreTrainedConfig`]):
