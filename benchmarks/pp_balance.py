@@ -5,13 +5,14 @@ the last rank after its last backward, so fewer layers there let it begin sooner
 
 Printed, over many shapes, as time of a step over that with the head alone counted: with the draft counted as if it ran
 inside the last stage; with the number of layers that the simulation finds; and with that number where the draft in truth
-takes half of what it was taken for, as where prompts, of which later passes run nothing, are half of the tokens.
+takes half of what it was taken for, as where prompts, of which later passes run nothing, are half of the tokens; and by
+what share the largest stage grows. Then the same without the limit to that growth.
 
     python benchmarks/pp_balance.py
 """
 
+import math
 import statistics
-from functools import partial
 from itertools import product
 
 from trl_codraft.pp import balance_layers, fastest_layers, schedule_order, step_time
@@ -25,19 +26,26 @@ HEADS, DRAFTS = (0.3, 1.0, 3.0), (0.5, 1.0, 2.0, 4.0, 7.0)
 
 
 def main() -> None:
-    ratios: dict[str, list[float]] = {"inside the last stage": [], "simulated": [], "simulated, half as dear": []}
+    columns = "inside the last stage", "simulated", "the same, half as dear", "largest stage"
+    columns += tuple(f"no limit: {name}" for name in columns[1:])
+    ratios: dict[str, list[float]] = {name: [] for name in columns}
     for ranks, rounds, layers, head, draft in product(RANKS, ROUNDS, LAYERS, HEADS, DRAFTS):
         order = schedule_order("1F1B", ranks, ranks, rounds * ranks)
         alone = balance_layers(layers, ranks, head_cost=head)
-        inside = balance_layers(layers, ranks, head_cost=head + draft)
-        simulated = fastest_layers(layers, order, head_cost=head, draft_cost=draft)
-        cases = (inside, draft), (simulated, draft), (simulated, draft / 2)
-        for values, (split, cost) in zip(ratios.values(), cases, strict=True):
-            time_of = partial(step_time, order, head_cost=head, draft_cost=cost)
-            values.append(time_of(split) / time_of(alone))
+
+        def compared(split, cost, order=order, alone=alone, head=head):
+            costs = {"head_cost": head, "draft_cost": cost}
+            return step_time(order, split, **costs) / step_time(order, alone, **costs)
+
+        found = [compared(balance_layers(layers, ranks, head_cost=head + draft), draft)]
+        for limit in ({}, {"most_growth": math.inf}):
+            split = fastest_layers(layers, order, head_cost=head, draft_cost=draft, **limit)
+            found += [compared(split, draft), compared(split, draft / 2), max(split) / max(alone)]
+        for values, value in zip(ratios.values(), found, strict=True):
+            values.append(value)
     print(f"{len(ratios['simulated'])} shapes: time of a step over that with the head alone counted")
     for name, values in ratios.items():
-        print(f"{name:24} mean {statistics.mean(values):.3f}, from {min(values):.3f} to {max(values):.3f}")
+        print(f"{name:33} mean {statistics.mean(values):.3f}, from {min(values):.3f} to {max(values):.3f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from ..modeling.taps import decoder_of
 from .order import BACKWARD_TIME, FORWARD_TIME, Action, Order, action_ends
 
 
-# By how much the largest stage may grow, and with it the memory of its rank, for a draft that begins sooner.
+# Share by which the largest stage may grow, and with it the memory of its rank, for a draft that begins sooner.
 MOST_GROWTH = 1 / 8
 
 
@@ -46,13 +46,12 @@ def balance_layers(num_layers: int, num_stages: int, *, head_cost: float = 0.0) 
 
 
 def fastest_layers(
-    num_layers: int, order: Order, *, head_cost: float = 0.0, draft_cost: float = 0.0
+    num_layers: int, order: Order, *, head_cost: float = 0.0, draft_cost: float = 0.0, most_growth: float = MOST_GROWTH
 ) -> tuple[int, ...]:
     """
     Layers per stage with which a step takes the least time, the draft's training counted. It runs on the last rank when that
     has done its last backward, while other ranks still run theirs: fewer layers there let it begin sooner and make the other
-    stages slower. Which number of layers on that rank is best is simulated, with no stage more than an eighth larger than
-    the largest of [`balance_layers`].
+    stages slower. Which number of layers on that rank is best is simulated.
 
     Args:
         num_layers (`int`):
@@ -61,6 +60,8 @@ def fastest_layers(
             What each rank runs, from [`schedule_order`].
         head_cost (`float`, *optional*, defaults to `0.0`), draft_cost (`float`, *optional*, defaults to `0.0`):
             See [`head_cost_of`] and [`draft_cost_of`].
+        most_growth (`float`, *optional*, defaults to `1/8`):
+            Share by which the largest stage may exceed the largest of [`balance_layers`].
 
     Returns:
         `tuple[int, ...]`: at least one per stage.
@@ -79,7 +80,7 @@ def fastest_layers(
         own = iter(balance_layers(count, len(of_last), head_cost=head_cost))
         others = iter(balance_layers(num_layers - count, num_stages - len(of_last)))
         splits.append(tuple(next(own if last else others) for last in is_last))
-    most = (1 + MOST_GROWTH) * max(even)
+    most = (1 + most_growth) * max(even)
     return min(
         (layers for layers in splits if max(layers) <= most),
         key=lambda layers: step_time(order, layers, head_cost=head_cost, draft_cost=draft_cost),
