@@ -114,7 +114,7 @@ class PolicyRollouts:
             if trainer.environment_factories is not None:
                 trainer._batch_environments = self._environments_of(rows)
             prompts = [row.get("prompt", [{"role": "user", "content": ""}]) for row in rows]
-            prompt_ids, images, multimodal_fields = trainer._tokenize_prompts(prompts)
+            prompt_ids, images, multimodal_fields = trainer._tokenize_prompts(_require_text(prompts))
             if prompts_only:
                 return [(ids, []) for ids in prompt_ids]
             with self._tracing(prompt_ids):
@@ -268,6 +268,17 @@ def first_prompts(trainer: "CoDraftGRPOTrainer", count: int) -> list:
     return [row["prompt"] for row in islice(trainer.train_dataset, count) if "prompt" in row]
 
 
+def _require_text(prompts: list) -> list:
+    """The same prompts, each a string or messages: a run with a `rollout_func` may have any."""
+    if not all(isinstance(prompt, str | list) for prompt in prompts):
+        raise ValueError(
+            "The draft starts from rollouts on the prompts of the training set, and some are neither a string nor messages, "
+            "which only the `rollout_func` understands. Start from a trained draft (`draft_model_name_or_path`) with "
+            "`draft_pretrain_steps=0`, or set `use_draft=False`."
+        )
+    return prompts
+
+
 def longest_prompt(trainer: "CoDraftGRPOTrainer", count: int) -> int:
     """Tokens of the longest of the first prompts; 0 where none can be read before the run, as of a stream."""
     # What a `rollout_func` takes need not be text.
@@ -290,7 +301,7 @@ def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[Rollout]) -> torc
     prompts = first_prompts(trainer, MAX_COUNTED_PROMPTS)
     own = prompts[trainer.accelerator.process_index :: trainer.accelerator.num_processes]
     if own:
-        sequences += trainer._tokenize_prompts(own)[0]
+        sequences += trainer._tokenize_prompts(_require_text(own))[0]
     for ids in sequences:
         counts += torch.bincount(torch.as_tensor(ids, dtype=torch.long), minlength=vocab_size)
     return trainer.accelerator.reduce(counts.to(trainer.accelerator.device), reduction="sum").cpu()

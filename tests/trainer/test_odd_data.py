@@ -4,11 +4,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from datasets import Features, IterableDataset, Value
+from datasets import Dataset, Features, IterableDataset, Value
 from grpo_runs import codraft_trainer, prompt_dataset
-from tiny import tiny_tokenizer
+from tiny import tiny_policy, tiny_tokenizer
 from torch import nn
 
+from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.pretraining import PolicyRollouts
 
 
@@ -62,3 +63,18 @@ def test_environments_that_nobody_passed_are_named_before_anything_is_generated(
     )
     with pytest.raises(ValueError, match=r"`environment` abacus, which is not among the environments.*\['counter'\]"):
         PolicyRollouts(trainer, seed=0).generate(2)
+
+
+def test_prompts_that_only_a_rollout_func_understands_need_a_trained_draft(tmp_path):
+    def rollout(prompts, trainer):
+        rows = [[5, 6 + prompt["task"]] for prompt in prompts]
+        return {"prompt_ids": rows, "completion_ids": [[7, 8, 9]] * len(rows), "logprobs": None}
+
+    tasks = Dataset.from_list([{"prompt": {"task": task}} for task in range(8)])
+    source = {"rollout_func": rollout, "train_dataset": tasks}
+    with pytest.raises(ValueError, match="neither a string nor messages.*`draft_model_name_or_path`"):
+        codraft_trainer(tmp_path, trainer=source, max_steps=1).train()
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(tiny_policy().config, tap_layers=[1, 2, 3]))
+    trainer = codraft_trainer(tmp_path, trainer={**source, "draft_model": draft}, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["draft/loss"] > 0
