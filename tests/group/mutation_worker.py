@@ -42,7 +42,7 @@ MUTATIONS = {
     "metrics of members kept": (
         "dapo",
         grouped_loss.GroupedLoss,
-        "_gradient_pass",
+        "_as_world_of_one",
         "_metrics={mode: defaultdict(list) for mode in self._metrics},",
         "",
     ),
@@ -50,7 +50,7 @@ MUTATIONS = {
     "entropy controller updated for every member": (
         "adaptive entropy",
         grouped_loss.GroupedLoss,
-        "_gradient_pass",
+        "_as_world_of_one",
         "**{name: getattr(self, name) for name in CONTROLLER_STATE},",
         "",
         "accelerator=MemberAccelerator(self.accelerator),",
@@ -60,7 +60,7 @@ MUTATIONS = {
         "entropy quantile and bonus",
         grouped_loss.GroupedLoss,
         "get_high_entropy_mask",
-        "self._entropy_mask is not None",
+        "isinstance(self._entropy_mask, torch.Tensor)",
         "False",
     ),
     "metrics from the scores of another member": (
