@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from float64_loss import keep_float64_in_trl
+from float64_loss import keep_float64
 from forked_ranks import fork_ranks
 from grpo_runs import PROMPTS, settings
 from peft import LoraConfig
@@ -32,7 +32,7 @@ def prepare(case, out, world_size, **overrides):
     evaluate = config.pop("evaluate", False)
     model_type = config.pop("model_type", "llama")
     dtype = getattr(torch, config.pop("dtype", "float64"))
-    keep_float64_in_trl(dtype)
+    keep_float64(dtype)
     lora = config.pop("lora", False)
     prompts = (config.pop("prompts", PROMPTS) * 24)[: config.pop("prompts_per_rank", 12) * world_size]
     arguments = {

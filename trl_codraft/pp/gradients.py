@@ -95,17 +95,17 @@ def clip_grad_norm(stages: Sequence[PolicyStage], max_norm: float, pipeline: dis
             The ranks of this pipeline.
 
     Returns:
-        `torch.Tensor`: the norm before clipping, fp32, the same on all ranks of the pipeline.
+        `torch.Tensor`: the norm before clipping, fp32 (fp64 for a policy in that), the same on all ranks of the pipeline.
     """
-    device = next(stages[0].policy.parameters()).device
+    first = next(stages[0].policy.parameters())
     # fp64: squares of large norms would overflow.
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    squares = torch.zeros((), dtype=torch.float64, device=first.device)
     for stage in stages:
         gradients = [parameter.grad for _, parameter in stage.named_own_parameters() if parameter.grad is not None]
         if gradients:
             squares += get_total_norm(gradients).double().square()
     dist.all_reduce(squares, group=pipeline)
-    norm = squares.sqrt().float()
+    norm = squares.sqrt().to(torch.promote_types(torch.float32, first.dtype))
     clip_grads_with_norm_(_parameters_of(stages), max_norm, norm)
     return norm
 
