@@ -51,13 +51,14 @@ def shared_load_balancing_loss(
     Returns:
         `torch.Tensor` of shape `()`: the loss of all tokens, on every rank; its gradient is that of this rank's tokens.
     """
-    assigned = router_logits[0].new_zeros(num_experts, dtype=torch.float32)
+    dtype = torch.promote_types(torch.float32, router_logits[0].dtype)
+    assigned = router_logits[0].new_zeros(num_experts, dtype=dtype)
     probabilities = assigned.clone()
     for layer in router_logits:
         weights = layer.softmax(dim=-1)
         chosen = weights.topk(top_k, dim=-1).indices
         assigned = assigned + torch.bincount(chosen[counted].flatten(), minlength=num_experts)
-        probabilities = probabilities + (weights.float() * counted.unsqueeze(-1)).sum(dim=0)
+        probabilities = probabilities + (weights.to(dtype) * counted.unsqueeze(-1)).sum(dim=0)
     own_rows = assigned.new_full((1,), len(router_logits)) * counted.sum()
     totals = torch.cat([assigned, probabilities.detach(), own_rows])
     if group is not None:
