@@ -298,10 +298,11 @@ def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[Rollout]) -> torc
     vocab_size = trainer.draft_model.config.vocab_size
     counts = torch.zeros(vocab_size, dtype=torch.long)
     sequences = [completion for _, completion in rollouts]
-    prompts = first_prompts(trainer, MAX_COUNTED_PROMPTS)
+    # All of them, so that all ranks refuse what one would.
+    prompts = _require_text(first_prompts(trainer, MAX_COUNTED_PROMPTS))
     own = prompts[trainer.accelerator.process_index :: trainer.accelerator.num_processes]
     if own:
-        sequences += trainer._tokenize_prompts(_require_text(own))[0]
+        sequences += trainer._tokenize_prompts(own)[0]
     for ids in sequences:
         counts += torch.bincount(torch.as_tensor(ids, dtype=torch.long), minlength=vocab_size)
     return trainer.accelerator.reduce(counts.to(trainer.accelerator.device), reduction="sum").cpu()
