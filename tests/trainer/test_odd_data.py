@@ -10,7 +10,7 @@ from tiny import tiny_policy, tiny_tokenizer
 from torch import nn
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.pretraining import PolicyRollouts
+from trl_codraft.pretraining import PolicyRollouts, count_tokens
 
 
 def stream(num_rows):
@@ -78,3 +78,18 @@ def test_prompts_that_only_a_rollout_func_understands_need_a_trained_draft(tmp_p
     trainer = codraft_trainer(tmp_path, trainer={**source, "draft_model": draft}, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["draft/loss"] > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_prompts_that_are_no_text_are_refused_on_all_ranks_whoever_counts_them(rank):
+    trainer = SimpleNamespace(
+        draft_model=SimpleNamespace(config=SimpleNamespace(vocab_size=8)),
+        train_dataset=[{"prompt": "text"}, {"prompt": {"task": 3}}],
+        environment_factories=None,
+        accelerator=SimpleNamespace(
+            process_index=rank, num_processes=2, device="cpu", reduce=lambda counts, **_: counts
+        ),
+        _tokenize_prompts=lambda prompts: ([[1] for _ in prompts], None, {}),
+    )
+    with pytest.raises(ValueError, match="neither a string nor messages"):
+        count_tokens(trainer, [])
