@@ -7,6 +7,7 @@ import pytest
 import torch
 from modeling.dense_reference import dense_loss
 from modeling.draft_cases import NOTHING_TRAINED, RAGGED, draft_case, microbatch
+from transformers import get_scheduler
 
 from trl_codraft.modeling.packing import DraftBatch, PackedLayout
 from trl_codraft.modeling.teacher import PolicyHead
@@ -317,19 +318,34 @@ def test_a_sharded_head_is_gathered_on_every_rank_also_without_tokens():
         assert counting.entered == step + 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_passes", 0), ("loss_chunk_size", 0), ("rollout_temperature", 0.0), ("teacher_temperature", -1.0),
-     ("decay", 0.0), ("decay", 1.5), ("learning_rate", -1.0), ("warmup_steps", -1)],
-)  # fmt: skip
-def test_impossible_settings_are_named(field, value):
-    with pytest.raises(ValueError, match=f"`{field}` is"):
-        DraftTrainingArguments(**{field: value})
-
-
-def test_schedules_with_other_inputs_and_half_precision_masters_are_refused():
+@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"])
+@pytest.mark.parametrize("warmup_steps", [1, 2, 3, 5])
+def test_every_schedule_lasts_until_the_last_step_however_long_the_warmup(kind, warmup_steps):
     draft, head = draft_case()
-    with pytest.raises(ValueError, match="depends on more than the step"):
-        trainer_of(draft, head, lr_scheduler_type="reduce_lr_on_plateau")
+    batch, _ = microbatch(draft.config, *RAGGED, K)
+    trainer = trainer_of(draft, head, lr_scheduler_type=kind, warmup_steps=warmup_steps, num_training_steps=3)
+    rates = []
+    for _ in range(3):
+        trainer.accumulate(batch)
+        rates.append(trainer.step()["draft/learning_rate"] / trainer.args.learning_rate)
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
+    plain = get_scheduler(kind, optimizer, num_warmup_steps=warmup_steps, num_training_steps=3).lr_lambdas[0]
+    assert rates == pytest.approx([plain(step) for step in range(3)])
+
+
+def test_clipping_to_zero_is_no_clipping():
+    norms = {}
+    for max_grad_norm in (0, 0.0, 1e9):
+        draft, head = draft_case()
+        batch, _ = microbatch(draft.config, *RAGGED, K)
+        trainer = trainer_of(draft, head, max_grad_norm=max_grad_norm)
+        trainer.accumulate(batch)
+        norms[max_grad_norm] = trainer.step()["draft/grad_norm"], weights(draft)
+    assert_same(norms[0][1], norms[1e9][1])
+    assert norms[0][0] == norms[1e9][0] > 0
+
+
+def test_half_precision_masters_are_refused():
+    draft, head = draft_case()
     with pytest.raises(ValueError, match="Load it in float32"):
         trainer_of(draft.bfloat16(), head)

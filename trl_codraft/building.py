@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .config import CoDraftGRPOConfig
+from .config import TRAINING_SETTINGS, CoDraftGRPOConfig
 from .modeling.checkpoint import check_fits_policy
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.disk_config import config_from_disk
@@ -133,20 +133,9 @@ def head_dtype(args: CoDraftGRPOConfig) -> torch.dtype | None:
 
 def draft_training_arguments(args: CoDraftGRPOConfig, rollout_temperature: float) -> DraftTrainingArguments:
     """The part of the configuration that the draft's own training reads."""
-    return DraftTrainingArguments(
-        num_passes=args.draft_ttt_steps,
-        decay=args.draft_ttt_decay,
-        detach_passes=args.draft_detach_passes,
-        teacher_temperature=args.draft_teacher_temperature or 1.0,
-        rollout_temperature=rollout_temperature,
-        learning_rate=args.draft_learning_rate,
-        pretrain_learning_rate=args.draft_pretrain_learning_rate,
-        lr_scheduler_type=args.draft_lr_scheduler_type,
-        warmup_steps=args.draft_warmup_steps,
-        weight_decay=args.draft_weight_decay,
-        max_grad_norm=args.draft_max_grad_norm,
-        loss_chunk_size=args.draft_loss_chunk_size,
-    )
+    settings = {field: getattr(args, setting) for field, setting in TRAINING_SETTINGS.items()}
+    settings = {field: value for field, value in settings.items() if value is not None}
+    return DraftTrainingArguments(**settings, rollout_temperature=rollout_temperature)
 
 
 def build_draft_trainer(trainer: "CoDraftGRPOTrainer") -> DraftTrainer:

@@ -1,13 +1,59 @@
 """Configuration of [`CoDraftGRPOTrainer`]: the fields of `GRPOConfig`, plus those of the draft."""
 
 import os
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 from accelerate import ParallelismConfig
-from transformers import SchedulerType
 from trl import GRPOConfig
 
+from .bounds import Bounds, Choice, Flag, Text, Whole, WholeNumbers, check_all
+from .draft_schedule import check_schedule
 from .pp.order import SCHEDULES
+from .rollout.stats import MAX_DRAFT_TOKENS
+from .training import TRAINING_BOUNDS
+
+
+# The settings of the draft's own training, by field of `DraftTrainingArguments`.
+TRAINING_SETTINGS = {
+    "num_passes": "draft_ttt_steps",
+    "decay": "draft_ttt_decay",
+    "detach_passes": "draft_detach_passes",
+    "teacher_temperature": "draft_teacher_temperature",
+    "learning_rate": "draft_learning_rate",
+    "pretrain_learning_rate": "draft_pretrain_learning_rate",
+    "lr_scheduler_type": "draft_lr_scheduler_type",
+    "warmup_steps": "draft_warmup_steps",
+    "weight_decay": "draft_weight_decay",
+    "max_grad_norm": "draft_max_grad_norm",
+    "loss_chunk_size": "draft_loss_chunk_size",
+}
+# What each field may be by itself; `_validate_draft` checks the others, and what does not go together.
+BOUNDS: dict[str, Bounds] = {
+    "use_draft": Flag(),
+    "draft_model_name_or_path": Text(optional=True),
+    "draft_train": Flag(),
+    "draft_tap_layers": WholeNumbers(least=0, ascending=True, optional=True),
+    "draft_num_hidden_layers": Whole(least=1),
+    "draft_vocab_size": Whole(least=1, optional=True),
+    "draft_fc_norm": Flag(),
+    "draft_norm_output": Flag(),
+    **{TRAINING_SETTINGS[name]: TRAINING_BOUNDS[name] for name in TRAINING_SETTINGS if name in TRAINING_BOUNDS},
+    "draft_teacher_temperature": replace(TRAINING_BOUNDS["teacher_temperature"], optional=True),
+    "draft_shard_optimizer": Flag(),
+    "draft_train_on_prompt": Flag(),
+    "draft_pretrain_steps": Whole(least=0),
+    "rollout_cuda_graphs": Flag(),
+    "draft_vllm_server_sync": Choice(choices=("push", "static")),
+    "context_parallel_size": Whole(least=1),
+    "context_parallel_layout": Choice(choices=("document", "hybrid")),
+    "context_parallel_trunk": Choice(choices=("ring", "gather_once")),
+    "pipeline_parallel_size": Whole(least=1),
+    "pipeline_schedule": Choice(choices=tuple(SCHEDULES)),
+    "layers_per_stage": WholeNumbers(least=1, optional=True),
+    "pipeline_replica": Flag(optional=True),
+    "pipeline_shard_optimizer": Flag(),
+    "tap_channel_slots": Whole(least=1, optional=True),
+}
 
 
 @dataclass
@@ -49,7 +95,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         draft_ttt_steps (`int`, *optional*, defaults to `4`):
             Number of passes `K` of the test-time-training unroll (EAGLE-3, section 3).
         draft_ttt_decay (`float`, *optional*, defaults to `0.8`):
-            Pass `s` weighs `draft_ttt_decay ** s` in the loss.
+            Pass `s` weighs `draft_ttt_decay ** s` in the loss; above 0 and at most 1.
         draft_detach_passes (`bool`, *optional*, defaults to `False`):
             Whether to stop the gradient between passes.
         draft_teacher_temperature (`float`, *optional*):
@@ -59,13 +105,15 @@ class CoDraftGRPOConfig(GRPOConfig):
         draft_pretrain_learning_rate (`float`, *optional*, defaults to `1e-3`):
             Learning rate of the draft during `draft_pretrain_steps`.
         draft_lr_scheduler_type (`str`, *optional*, defaults to `"constant_with_warmup"`):
-            Schedule of the draft's learning rate, one of [`~transformers.SchedulerType`].
+            Schedule of the draft's learning rate, one of those of [`~transformers.SchedulerType`] that follow from the
+            number of the step alone: `"linear"`, `"cosine"`, `"cosine_with_restarts"`, `"polynomial"`, `"constant"`,
+            `"constant_with_warmup"` or `"inverse_sqrt"`.
         draft_warmup_steps (`int`, *optional*, defaults to `20`):
             Warmup of the draft's learning rate, in draft updates.
         draft_weight_decay (`float`, *optional*, defaults to `0.0`):
             Weight decay of the draft's AdamW.
         draft_max_grad_norm (`float`, *optional*, defaults to `1.0`):
-            Gradient clipping of the draft, apart from the policy's.
+            Gradient clipping of the draft, apart from the policy's. 0 leaves gradients as they are.
         draft_shard_optimizer (`bool`, *optional*, defaults to `False`):
             Whether all ranks share the state of the draft's AdamW (ZeRO, stage 1), each that of an equal part of the
             weights. Checkpoints do not depend on it.
@@ -85,7 +133,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         num_draft_tokens (`str`, *optional*, defaults to `"auto"`):
             Number of tokens drafted per verification: an integer, or `"auto"` to choose it from measured acceptance
             and measured time. Both sample from the policy's exact distribution; `"auto"` is not reproducible sample
-            by sample. vLLM drafts a fixed number: `"auto"` means 3 there.
+            by sample. vLLM drafts a fixed number: `"auto"` means 3 there. At most 16.
         rollout_cuda_graphs (`bool`, *optional*, defaults to `False`):
             Whether rollouts launch the forwards behind the prompt as CUDA graphs, in padded shapes: for policies so small
             that launching their kernels takes longer than running them. Caches are then allocated for the longest
@@ -180,7 +228,7 @@ class CoDraftGRPOConfig(GRPOConfig):
     )
     draft_weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the draft's AdamW."})
     draft_max_grad_norm: float = field(
-        default=1.0, metadata={"help": "Gradient clipping of the draft, apart from the policy's."}
+        default=1.0, metadata={"help": "Gradient clipping of the draft, apart from the policy's. 0: no clipping."}
     )
     draft_shard_optimizer: bool = field(default=False, metadata={"help": "Whether to shard the draft's AdamW state."})
     draft_loss_chunk_size: int = field(
@@ -252,13 +300,15 @@ class CoDraftGRPOConfig(GRPOConfig):
 
         Args:
             args ([`~trl.GRPOConfig`]):
-                A configuration that has been through its own `__post_init__`. It is not validated again: derived
-                fields such as `generation_batch_size` would be refused the second time.
+                A configuration that has been through its own `__post_init__`. Of its fields only those of the draft are
+                validated, also where they have been before and may have been set since: derived ones such as
+                `generation_batch_size` would be refused the second time.
 
         Returns:
             [`CoDraftGRPOConfig`]: `args` itself if it is one already.
         """
         if isinstance(args, cls):
+            args._validate_draft()
             return args
         config = cls.__new__(cls)
         config.__dict__.update(args.__dict__)
@@ -270,44 +320,16 @@ class CoDraftGRPOConfig(GRPOConfig):
         return config
 
     def _validate_draft(self) -> None:
-        """Checks the draft's fields once and normalises `speculative_rollouts` and `num_draft_tokens`."""
-        for name, choices in (
-            ("context_parallel_layout", ("document", "hybrid")),
-            ("context_parallel_trunk", ("ring", "gather_once")),
-            ("draft_vllm_server_sync", ("push", "static")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
+        """Checks the draft's fields, and normalises those that may be written in several ways."""
+        check_all(self, BOUNDS)
+        check_schedule("draft_lr_scheduler_type", self.draft_lr_scheduler_type)
+        if self.draft_model_name_or_path is not None:
+            self.draft_model_name_or_path = os.fspath(self.draft_model_name_or_path)
         self._normalise_rollout_fields()
-        for name, smallest in (
-            ("context_parallel_size", 1),
-            ("pipeline_parallel_size", 1),
-            ("draft_num_hidden_layers", 1),
-            ("draft_ttt_steps", 1),
-            ("draft_loss_chunk_size", 1),
-            ("draft_warmup_steps", 0),
-            ("draft_pretrain_steps", 0),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < smallest:
-                raise ValueError(f"`{name}` must be an integer of at least {smallest}, got {value!r}.")
         self._validate_pipeline()
-        for name in ("draft_ttt_decay", "draft_learning_rate", "draft_pretrain_learning_rate", "draft_max_grad_norm"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
-        if not isinstance(self.draft_weight_decay, int | float) or not self.draft_weight_decay >= 0:
-            raise ValueError(f"`draft_weight_decay` must not be negative, got {self.draft_weight_decay!r}.")
-        if self.draft_teacher_temperature is not None and not self.draft_teacher_temperature > 0:
-            raise ValueError(
-                f"`draft_teacher_temperature` must be positive, got {self.draft_teacher_temperature}. Leave it at "
-                "`None` for the policy's own distribution."
-            )
-        if self.draft_lr_scheduler_type not in list(SchedulerType):
-            raise ValueError(
-                f"`draft_lr_scheduler_type` must be one of {[str(kind.value) for kind in SchedulerType]}, got "
-                f"{self.draft_lr_scheduler_type!r}."
-            )
+        if self.use_draft:
+            # Of a sampler without randomness there is no distribution to learn.
+            TRAINING_BOUNDS["rollout_temperature"].check("temperature", self.temperature)
 
     def _normalise_rollout_fields(self) -> None:
         value = str(self.speculative_rollouts).lower()
@@ -317,10 +339,11 @@ class CoDraftGRPOConfig(GRPOConfig):
             )
         self.speculative_rollouts = value
         value = str(self.num_draft_tokens).lower()
-        if value != "auto" and not (value.isdecimal() and int(value) >= 1):
+        # One or two digits: Python refuses to read very long numbers.
+        if value != "auto" and not (value.isdecimal() and len(value) <= 2 and 1 <= int(value) <= MAX_DRAFT_TOKENS):
             raise ValueError(
-                f"`num_draft_tokens` must be 'auto' or an integer of at least 1, got {self.num_draft_tokens!r}. For "
-                "plain rollouts set `speculative_rollouts='false'`."
+                f"`num_draft_tokens` must be 'auto' or an integer of at least 1 and at most {MAX_DRAFT_TOKENS}, got "
+                f"{self.num_draft_tokens!r}. For plain rollouts set `speculative_rollouts='false'`."
             )
         self.num_draft_tokens = value if value == "auto" else int(value)
         rolls_out_plain = self.speculative_rollouts == "false"
@@ -374,8 +397,6 @@ class CoDraftGRPOConfig(GRPOConfig):
 
     def _validate_pipeline(self) -> None:
         size, layers = self.pipeline_parallel_size, self.layers_per_stage
-        if self.pipeline_schedule not in SCHEDULES:
-            raise ValueError(f"`pipeline_schedule` must be one of {SCHEDULES}, got {self.pipeline_schedule!r}.")
         if size == 1:
             unset = {"layers_per_stage": None, "tap_channel_slots": None, "pipeline_replica": None}
             for name, default in {**unset, "pipeline_shard_optimizer": False}.items():
@@ -395,5 +416,3 @@ class CoDraftGRPOConfig(GRPOConfig):
                 f"`pipeline_schedule={self.pipeline_schedule!r}`: one number per rank, or with 'Interleaved1F1B' two or "
                 "more times as many."
             )
-        if self.tap_channel_slots is not None and self.tap_channel_slots < 1:
-            raise ValueError(f"`tap_channel_slots` must be at least 1 or None, got {self.tap_channel_slots}.")

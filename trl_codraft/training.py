@@ -16,15 +16,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
+from .bounds import Flag, Number, Whole, check_all
 from .draft_optimizer import ShardedAdamW
+from .draft_schedule import build_schedule, check_schedule
 from .modeling.losses import PASS_COUNTERS, SCALAR_COUNTERS, DraftLoss, draft_loss, zero_counters
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.teacher import PolicyHead
 
 
 logger = logging.getLogger(__name__)
+
+# What the settings of the draft's training may be; a run that names them otherwise has the same bounds.
+TRAINING_BOUNDS = {
+    "num_passes": Whole(least=1),
+    "decay": Number(above=0, most=1, advice="1 weighs all passes alike."),
+    "detach_passes": Flag(),
+    "teacher_temperature": Number(above=0),
+    "rollout_temperature": Number(above=0),
+    "learning_rate": Number(above=0),
+    "pretrain_learning_rate": Number(above=0),
+    "warmup_steps": Whole(least=0),
+    "weight_decay": Number(least=0),
+    "max_grad_norm": Number(least=0, advice="0 leaves gradients as they are."),
+    "loss_chunk_size": Whole(least=1),
+}
 
 
 @dataclass
@@ -48,7 +64,7 @@ class DraftTrainingArguments:
         pretrain_learning_rate (`float`, *optional*, defaults to `1e-3`):
             Peak learning rate of steps inside [`DraftTrainer.pretraining`].
         lr_scheduler_type (`str`, *optional*, defaults to `"constant_with_warmup"`):
-            A schedule of `transformers.get_scheduler` that needs no arguments of its own.
+            A schedule of `transformers.get_scheduler` that follows from the number of the step alone.
         warmup_steps (`int`, *optional*, defaults to `20`):
             Draft steps of warm-up, pretraining included.
         weight_decay (`float`, *optional*, defaults to `0.0`):
@@ -57,6 +73,9 @@ class DraftTrainingArguments:
             Gradient norm to clip to; 0 leaves gradients as they are.
         loss_chunk_size (`int`, *optional*, defaults to `128`):
             Draft rows whose logits exist at a time.
+
+    Raises:
+        ValueError: naming a setting that is out of bounds, or a schedule that depends on more than the step.
     """
 
     num_passes: int = 4
@@ -73,17 +92,8 @@ class DraftTrainingArguments:
     loss_chunk_size: int = 128
 
     def __post_init__(self):
-        for name in ("num_passes", "loss_chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        for name in ("teacher_temperature", "rollout_temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; a temperature must be positive.")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"`decay` is {self.decay}; it must lie in (0, 1], 1 weighting all passes alike.")
-        for name in ("learning_rate", "pretrain_learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must not be negative.")
+        check_all(self, TRAINING_BOUNDS)
+        check_schedule("lr_scheduler_type", self.lr_scheduler_type)
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +127,7 @@ class DraftTrainer:
             keeps all of it.
 
     Raises:
-        ValueError: if the schedule is not a function of the step alone, or if parameters are in a half precision.
+        ValueError: if parameters are in a half precision.
     """
 
     def __init__(
@@ -160,18 +170,12 @@ class DraftTrainer:
         self._rollout_draft: Eagle3DraftModel | None = None
 
     def _schedule(self, num_training_steps: int) -> LambdaLR:
-        scheduler = get_scheduler(
+        return build_schedule(
             self.args.lr_scheduler_type,
             self.optimizer,
-            num_warmup_steps=self.args.warmup_steps,
+            warmup_steps=self.args.warmup_steps,
             num_training_steps=num_training_steps,
         )
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError(
-                f"`lr_scheduler_type={self.args.lr_scheduler_type!r}` depends on more than the step. Choose one such as "
-                "'constant_with_warmup', 'linear' or 'cosine'."
-            )
-        return scheduler
 
     def restart(self, num_training_steps: int) -> None:
         """
