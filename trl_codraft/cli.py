@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from .export import export_draft, push_draft, score_draft
+from .export import check_repo_id, export_draft, push_draft, score_draft
 from .model_card import SCORE_KEYS
 from .modeling.draft_folder import resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
@@ -237,6 +237,7 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _push(args: argparse.Namespace) -> int:
+    check_repo_id("repo_id", args.repo_id)
     policy = _load_policy(args.policy)
     commit = push_draft(
         _load_draft(args.draft, policy),

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .bounds import shown
 from .model_card import draft_card
 from .modeling.checkpoint import check_fits_policy, save_draft
 from .modeling.modeling_eagle3 import Eagle3DraftModel
@@ -106,6 +109,25 @@ def export_draft(
     return notes
 
 
+def check_repo_id(name: str, repo_id: str) -> None:
+    """
+    Refuses what the Hub would: before a training that ends with a push, not after it.
+
+    Args:
+        name (`str`):
+            The setting, as its user writes it.
+        repo_id (`str`):
+            Its value.
+
+    Raises:
+        ValueError: naming both.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"`{name}={shown(repo_id)}` can be no repository of the Hub: {error}") from error
+
+
 def push_draft(
     draft: Eagle3DraftModel,
     policy: PreTrainedModel,
@@ -137,8 +159,9 @@ def push_draft(
         [`~huggingface_hub.CommitInfo`]
 
     Raises:
-        ValueError: as in [`export_draft`]; nothing is uploaded then.
+        ValueError: as in [`export_draft`], or if `repo_id` can be no repository; nothing is uploaded then.
     """
+    check_repo_id("repo_id", repo_id)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "draft"
         export_draft(draft, policy, folder, repo_id=repo_id, **export_kwargs)

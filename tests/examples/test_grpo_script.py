@@ -2,9 +2,14 @@
 
 import json
 import re
+import sys
+from unittest.mock import patch
 
 import pytest
+import trl
 from tiny import tiny_policy, tiny_tokenizer
+from trl import DatasetMixtureConfig
+from trl.scripts import grpo as trl_grpo
 
 from trl_codraft import Eagle3DraftModel
 from trl_codraft.cli import main
@@ -50,6 +55,20 @@ MISTAKES = {
     "reward": (["--reward_funcs", "nonsense"], "Unknown reward function 'nonsense'"),
     "reward-module": (["--reward_funcs", "no_such.module.reward"], "No module 'no_such'"),
     "reward-function": (["--reward_funcs", f"{__name__}.by_size"], "has no function 'by_size'"),
+    "reward-class": (["--reward_funcs", "no_such.module.Kind.reward"], "No module 'no_such'"),
+    "reward-path": (["--reward_funcs", "./rewards.py"], "is no dotted import path"),
+    "reward-model": (["--reward_funcs", "me/reward-1.5"], "A reward model goes to `--reward_model_name_or_path`"),
+    "reward-dots": (["--reward_funcs", ".rewards..length"], "is no dotted import path"),
+    "reward-value": (["--reward_funcs", "math.pi"], "`--reward_funcs math.pi` is a float, which cannot be called"),
+    "reward-package": (["--reward_funcs", "os.path"], "`--reward_funcs os.path` is a module, which cannot be called"),
+    "repo": (["--draft_repo_id", "bad repo id!!"], "`draft_repo_id='bad repo id!!'` can be no repository of the Hub"),
+    "repo-empty": (["--draft_repo_id", ""], "`draft_repo_id=''` can be no repository of the Hub"),
+    "repo-without-draft": (["--draft_repo_id", "me/draft", "--use_draft", "false"], "there will be no draft to push"),
+    "decay": (
+        ["--draft_ttt_decay", "1.5"],
+        "`draft_ttt_decay` must be a finite number above 0 and at most 1, got 1.5",
+    ),
+    "schedule": (["--draft_lr_scheduler_type", "greedy"], "`draft_lr_scheduler_type='greedy'` depends on more"),
     "taps": (["--draft_tap_layers", "1", "9"], "`draft_tap_layers` [1, 9] do not exist"),
 }
 
@@ -77,6 +96,85 @@ def test_errors_inside_a_module_of_rewards_are_not_taken_for_a_wrong_name(tmp_pa
     (tmp_path / "rewards_with_a_bug.py").write_text("import no_such_dependency\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         grpo.load_reward_funcs(grpo.CoDraftScriptArguments(reward_funcs=["rewards_with_a_bug.reward"]))
+
+
+LAZY = """
+import importlib
+
+class Kind:
+    @staticmethod
+    def reward(completions, **kwargs):
+        return [3.0] * len(completions)
+
+    def __call__(self, completions, **kwargs):
+        return [4.0] * len(completions)
+
+eager = Kind()
+MODEL = "me/reward-model"
+
+def __getattr__(name):
+    if name == "late":
+        return importlib.import_module("lazy_rewards.inner").reward
+    raise AttributeError(f"nothing lazy is called {name}")
+"""
+
+
+@pytest.fixture
+def lazy_package(tmp_path, monkeypatch):
+    """A package in the working directory that makes a name when asked for it, as Transformers and TRL themselves do."""
+    package = tmp_path / "lazy_rewards"
+    package.mkdir()
+    (package / "__init__.py").write_text(LAZY)
+    (package / "inner.py").write_text("def reward(completions, **kwargs):\n    return [5.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lazy_rewards"]:
+        del sys.modules[name]
+
+
+def as_trl_finds(path):
+    """What TRL's own script makes of a dotted path."""
+    built = []
+
+    def trainer(**kwargs):
+        built.extend(kwargs["reward_funcs"])
+        raise StopIteration
+
+    arguments = trl_grpo.GRPOScriptArguments(reward_funcs=[path], dataset_name="any")
+    with patch("trl.GRPOTrainer", trainer), patch("datasets.load_dataset", lambda *args, **kwargs: {"train": None}):
+        with pytest.raises(StopIteration):
+            trl_grpo.main(
+                arguments, trl.GRPOConfig(use_cpu=True, bf16=False), trl.ModelConfig(), DatasetMixtureConfig()
+            )
+    return built
+
+
+def as_we_find(path):
+    return grpo.load_reward_funcs(grpo.CoDraftScriptArguments(reward_funcs=[path]))
+
+
+@pytest.mark.usefixtures("lazy_package")
+@pytest.mark.parametrize(
+    "path",
+    ["lazy_rewards.late", "lazy_rewards.eager", "lazy_rewards.Kind", "lazy_rewards.MODEL", "lazy_rewards.inner.reward"]
+    + ["trl.rewards.accuracy_reward", "trl.rewards.format_rewards.think_format_reward", "accuracy_reward"],
+)
+def test_rewards_are_found_where_trl_finds_them(path):
+    (ours,), (theirs,) = as_we_find(path), as_trl_finds(path)
+    assert ours is theirs
+
+
+@pytest.mark.usefixtures("lazy_package")
+def test_attributes_of_classes_are_found_too():
+    (reward,) = as_we_find("lazy_rewards.Kind.reward")
+    assert reward(completions=["a", "b"]) == [3.0, 3.0]
+
+
+@pytest.mark.usefixtures("lazy_package")
+def test_names_that_a_lazy_module_does_not_know_are_named_with_its_own_reason():
+    with pytest.raises(ValueError, match="no function 'later' for .*nothing lazy is called later"):
+        as_we_find("lazy_rewards.later")
 
 
 def test_config_file_is_overridden_by_the_command_line(tmp_path):

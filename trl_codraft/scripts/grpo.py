@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 from datasets import load_dataset
@@ -28,6 +29,7 @@ from trl.rewards import (
 from trl.scripts.grpo import GRPOScriptArguments
 
 from ..config import CoDraftGRPOConfig
+from ..export import check_repo_id
 from ..trainer import CoDraftGRPOTrainer
 
 
@@ -49,11 +51,18 @@ class CoDraftScriptArguments(GRPOScriptArguments):
         draft_repo_id (`str`, *optional*):
             Hub repository that the trained draft is pushed to, with a card, when training is over. Servers take a
             draft from a repository of its own, not from the policy's `draft/` folder.
+
+    Raises:
+        ValueError: if `draft_repo_id` can be no repository.
     """
 
     draft_repo_id: str | None = field(
         default=None, metadata={"help": "Hub repository that the trained draft is pushed to after training."}
     )
+
+    def __post_init__(self):
+        if self.draft_repo_id is not None:
+            check_repo_id("draft_repo_id", self.draft_repo_id)
 
 
 def make_parser(prog: str | None = None) -> TrlParser:
@@ -89,21 +98,37 @@ def load_reward_funcs(script_args: CoDraftScriptArguments) -> list[str | Callabl
     return rewards
 
 
-def _imported(path: str) -> Callable:
-    """A function of the user's own. Errors inside the module are its own and stay what they are."""
-    module, _, function = path.rpartition(".")
-    sys.path.insert(0, os.getcwd())
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise
+def _imported(path: str) -> str | Callable:
+    """What the user's own path names, as TRL's script finds it. Errors inside modules are their own and stay what they are."""
+    if "/" in path or not all(path.split(".")):
         raise ValueError(
-            f"No module {error.name!r} for the reward function {path!r}, also not in {os.getcwd()}."
-        ) from error
-    if function not in vars(imported):
-        raise ValueError(f"The module {module!r} has no function {function!r} for `--reward_funcs {path}`.")
-    return vars(imported)[function]
+            f"`--reward_funcs {path}` is no dotted import path such as `my_lib.rewards.length`. A reward model goes to "
+            "`--reward_model_name_or_path`."
+        )
+    sys.path.insert(0, os.getcwd())
+    reward = _attribute(path, asked=path)
+    if not (callable(reward) or isinstance(reward, str)):
+        raise ValueError(f"`--reward_funcs {path}` is a {type(reward).__name__}, which cannot be called.")
+    return reward
+
+
+def _attribute(path: str, asked: str) -> Any:
+    """An attribute of a module, whether it stands there or the module makes it when asked; or of a class in a module."""
+    owner_path, _, name = path.rpartition(".")
+    try:
+        owner = importlib.import_module(owner_path)
+    except ModuleNotFoundError as error:
+        if not f"{owner_path}.".startswith(f"{error.name}."):
+            raise
+        if "." not in owner_path:
+            raise ValueError(
+                f"No module {error.name!r} for the reward function {asked!r}, also not in {os.getcwd()}."
+            ) from error
+        owner = _attribute(owner_path, asked)
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise ValueError(f"{owner_path!r} has no function {name!r} for `--reward_funcs {asked}`: {error}.") from error
 
 
 def load_splits(script_args: CoDraftScriptArguments, dataset_args: DatasetMixtureConfig):
@@ -124,6 +149,11 @@ def build_trainer(
     dataset_args: DatasetMixtureConfig,
 ) -> CoDraftGRPOTrainer:
     """The trainer of a run with a model and a dataset of the Hub, or of local folders."""
+    if script_args.draft_repo_id is not None and not training_args.use_draft:
+        raise ValueError(
+            f"`draft_repo_id={script_args.draft_repo_id!r}` with `use_draft=False`: there will be no draft to push. Drop one "
+            "of the two."
+        )
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
