@@ -1,14 +1,25 @@
 """Folders that cannot be read, or that readers read differently: named by `validate_draft`, refused by `from_pretrained`."""
 
 import re
+from random import Random
 
 import pytest
 import torch
 from breaks import WEIGHTS, eagle, index, messages, older, put, tensor, theta
 from safetensors.torch import save_file
 
+from trl_codraft.modeling.draft_folder import load_pickled
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.validation import problems, validate_draft
+
+
+def error_of(call):
+    """What a call refuses with, None if it does not."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def test_unreadable_folders(tmp_path):
@@ -62,6 +73,34 @@ def test_broken_files_are_named_and_not_read(good, policy, tmp_path, break_files
     assert words in found[0]
     with pytest.raises(ValueError, match=re.escape(words)):
         Eagle3DraftModel.from_pretrained(tmp_path, policy=policy)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_whatever_bytes_a_pickled_file_holds_its_name_is_in_the_error(tmp_path, mapped):
+    file = tmp_path / "state.pt"
+    torch.save({"draft": {"a": torch.ones(20, 3)}, "groups": [{"lr": 1.0, "params": [0]}]}, file)
+    whole, random = file.read_bytes(), Random(0)
+    assert load_pickled(file, mapped=mapped)["draft"]["a"].sum() == 60
+    damaged = [b"", b"a text\n" * 30, bytes(5000), *(whole[:end] for end in range(0, len(whole), 97))]
+    damaged += [b"\x80\x02" + random.randbytes(40) for _ in range(100)]
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="state.pt cannot be read, it is damaged or incomplete") as caught:
+            load_pickled(file, mapped=mapped)
+        assert len(str(caught.value)) < 600
+    # Flipped bytes of a tensor are another tensor; all others are an error that names the file.
+    for _ in range(200):
+        flipped = bytearray(whole)
+        flipped[random.randrange(len(whole))] = random.randrange(256)
+        file.write_bytes(flipped)
+        message = error_of(lambda: load_pickled(file, mapped=mapped))
+        assert message is None or "state.pt cannot be read" in message
+
+
+@pytest.mark.parametrize("name", ["bad repo id!!", " ", "-x", "me/..x", "x" * 300])
+def test_names_that_can_be_neither_a_folder_nor_a_repository_are_refused(name):
+    with pytest.raises(ValueError, match=f"There is no folder '{name}' here"):
+        Eagle3DraftModel.from_pretrained(name)
 
 
 def test_a_tensor_in_two_shards_is_named(good, policy, tmp_path):

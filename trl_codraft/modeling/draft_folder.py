@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -47,7 +47,7 @@ def resolve_folder(path_or_repo: str | os.PathLike, *, subfolder: str | None = N
         ValueError: if there is no such folder or repository, or it holds no `config.json`.
     """
     folder = Path(path_or_repo)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False, where pathlib raises, for what cannot be a path
         name = os.fspath(path_or_repo)
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or not name:
             raise ValueError(f"There is no draft folder at {name!r}.")
@@ -55,7 +55,7 @@ def resolve_folder(path_or_repo: str | os.PathLike, *, subfolder: str | None = N
         patterns = [prefix + pattern for pattern in ("*.json", "*.safetensors", "pytorch_model*.bin")]
         try:
             folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_kwargs))
-        except (LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
             raise ValueError(
                 f"There is no folder {name!r} here, and no repository of that name can be reached: {error}"
             ) from error
@@ -145,19 +145,51 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:
     """The named tensors of one file."""
-    with file.open("rb") as stream:
-        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ValueError(f"{file} is a Git LFS pointer in the place of the weights: run `git lfs pull`.")
-    try:
-        if file.suffix == ".safetensors":
+    if file.suffix != ".safetensors":
+        content = load_pickled(file)
+    else:
+        _refuse_pointer(file)
+        try:
             return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{file} cannot be read, it is damaged or incomplete: {error}") from error
+        except (SafetensorError, RuntimeError, ValueError) as error:
+            raise ValueError(_damage(file, error)) from error
     named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
     if not (named and all(isinstance(tensor, torch.Tensor) for tensor in content.values())):
         raise ValueError(f"{file} does not hold a dict of named tensors, which servers expect.")
     return content
+
+
+def load_pickled(file: Path, *, mapped: bool = False) -> Any:
+    """
+    What `torch.save` wrote, on the CPU: tensors and plain containers, nothing that runs code.
+
+    Args:
+        file (`Path`):
+            The file.
+        mapped (`bool`, *optional*, defaults to `False`):
+            Whether tensors are mapped into memory, for those who need a part of them.
+
+    Raises:
+        ValueError: naming the file, if it is damaged, incomplete, or of another kind.
+    """
+    _refuse_pointer(file)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    # What comes of arbitrary bytes, for there is no error of its own for a damaged file.
+    except (UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(_damage(file, error)) from error
+
+
+def _damage(file: Path, error: Exception) -> str:
+    """What an error of reading says of a file; torch goes on for paragraphs about files one trusts."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{file} cannot be read, it is damaged or incomplete ({type(error).__name__}: {first_line[:200]})."
+
+
+def _refuse_pointer(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{file} is a Git LFS pointer in the place of the weights: run `git lfs pull`.")
 
 
 def write_folder(
