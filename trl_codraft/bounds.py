@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 
+# Characters of a value in an error; a model that is passed by mistake would fill pages.
+MAX_SHOWN = 200
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: its beginning, where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """
@@ -48,7 +58,7 @@ class Bounds:
         if self.optional if value is None else self.allows(value):
             return
         wanted = f"{self.description} or None" if self.optional else self.description
-        raise ValueError(f"`{name}` must be {wanted}, got {value!r}.{self.advice and ' ' + self.advice}")
+        raise ValueError(f"`{name}` must be {wanted}, got {shown(value)}.{self.advice and ' ' + self.advice}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
 from torch import nn
 from transformers.utils import logging
 
-from .config import CoDraftGRPOConfig
+from .config import DRAFT_SOURCE, CoDraftGRPOConfig
+from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.taps import decoder_of
 from .rollout.stats import SpeculativeStats
 from .rollout.support import unsupported_reason
@@ -16,7 +17,6 @@ from .vllm_rollouts import plain_vllm_reason
 
 
 if TYPE_CHECKING:
-    from .modeling.modeling_eagle3 import Eagle3DraftModel
     from .trainer import CoDraftGRPOTrainer
 
 
@@ -43,7 +43,7 @@ def base_policy(model: nn.Module) -> nn.Module:
     return model.get_base_model() if is_peft_model(model) else model
 
 
-def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: "str | Eagle3DraftModel | None") -> None:
+def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: str | Eagle3DraftModel | None) -> None:
     """
     Raises for settings of the draft that cannot all be meant.
 
@@ -56,6 +56,8 @@ def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: "str | Eagle3Dra
     Raises:
         ValueError: naming the settings and which to change.
     """
+    if not isinstance(draft_model, Eagle3DraftModel):
+        DRAFT_SOURCE.check("draft_model", draft_model)
     if draft_model is not None and args.draft_model_name_or_path is not None:
         raise ValueError("Both `draft_model` and `draft_model_name_or_path` are set. Keep one of them.")
     if draft_model is not None and not args.use_draft:
@@ -106,6 +108,31 @@ def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:
             f"`fsdp_version: 2` in the Accelerate config. {WITHOUT_DRAFT}"
         )
     decoder_of(base_policy(trainer.model))
+
+
+def refuse_cuda_graphs_elsewhere(trainer: "CoDraftGRPOTrainer") -> None:
+    """
+    Raises where the loop's forwards cannot be CUDA graphs, although they are asked for.
+
+    Args:
+        trainer ([`CoDraftGRPOTrainer`]):
+            The trainer, whose rollouts are speculative.
+
+    Raises:
+        ValueError: naming the setting and what stands in its way.
+    """
+    accelerator = trainer.accelerator
+    if not trainer.args.rollout_cuda_graphs:
+        return
+    if accelerator.device.type != "cuda":
+        raise ValueError(
+            f"`rollout_cuda_graphs=True` needs a CUDA device, and this run is on {accelerator.device}. Unset it."
+        )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            "`rollout_cuda_graphs=True`: graphs read weights where they lay when they were recorded, and FSDP gathers them "
+            "anew in each forward. Unset it."
+        )
 
 
 def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | None:

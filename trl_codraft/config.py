@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
-from .bounds import Bounds, Choice, Flag, Text, Whole, WholeNumbers, check_all
+from .bounds import Bounds, Choice, Flag, Text, Whole, WholeNumbers, check_all, shown
 from .draft_schedule import check_schedule
 from .pp.order import SCHEDULES
 from .rollout.stats import MAX_DRAFT_TOKENS
@@ -27,10 +27,12 @@ TRAINING_SETTINGS = {
     "max_grad_norm": "draft_max_grad_norm",
     "loss_chunk_size": "draft_loss_chunk_size",
 }
+# Where a draft that is no model comes from.
+DRAFT_SOURCE = Text(optional=True)
 # What each field may be by itself; `_validate_draft` checks the others, and what does not go together.
 BOUNDS: dict[str, Bounds] = {
     "use_draft": Flag(),
-    "draft_model_name_or_path": Text(optional=True),
+    "draft_model_name_or_path": DRAFT_SOURCE,
     "draft_train": Flag(),
     "draft_tap_layers": WholeNumbers(least=0, ascending=True, optional=True),
     "draft_num_hidden_layers": Whole(least=1),
@@ -335,7 +337,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         value = str(self.speculative_rollouts).lower()
         if value not in ("auto", "true", "false"):
             raise ValueError(
-                f"`speculative_rollouts` must be 'auto', 'true' or 'false', got {self.speculative_rollouts!r}."
+                f"`speculative_rollouts` must be 'auto', 'true' or 'false', got {shown(self.speculative_rollouts)}."
             )
         self.speculative_rollouts = value
         value = str(self.num_draft_tokens).lower()
@@ -343,7 +345,7 @@ class CoDraftGRPOConfig(GRPOConfig):
         if value != "auto" and not (value.isdecimal() and len(value) <= 2 and 1 <= int(value) <= MAX_DRAFT_TOKENS):
             raise ValueError(
                 f"`num_draft_tokens` must be 'auto' or an integer of at least 1 and at most {MAX_DRAFT_TOKENS}, got "
-                f"{self.num_draft_tokens!r}. For plain rollouts set `speculative_rollouts='false'`."
+                f"{shown(self.num_draft_tokens)}. For plain rollouts set `speculative_rollouts='false'`."
             )
         self.num_draft_tokens = value if value == "auto" else int(value)
         rolls_out_plain = self.speculative_rollouts == "false"

@@ -1,6 +1,5 @@
 """The draft's share of checkpoints, resume and the Hub: overrides of the trainer's methods that read and write files."""
 
-import itertools
 import os
 import shutil
 from pathlib import Path
@@ -12,11 +11,12 @@ from transformers.utils import logging
 
 from .building import SHAPE_SETTINGS
 from .compatibility import base_policy
-from .export import export_draft, push_draft, score_draft
+from .export import check_repo_id, export_draft, push_draft, score_draft
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.disk_config import config_from_disk
 from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .prompt_column import held_out_prompts
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.support import unsupported_reason
 from .training import DraftTrainer
@@ -73,8 +73,8 @@ class DraftCheckpoints(Trainer):
     def push_draft_to_hub(self, repo_id: str, **kwargs):
         """
         Pushes the draft, with a model card, to a repository of its own: servers take a repository, not a subfolder.
-        With an `eval_dataset`, the card reports the accept length on its first prompts at the rollout temperature
-        (not with environments, FSDP, a policy that no rank has whole, or one that cannot speculate here).
+        With an `eval_dataset` that has prompts, the card reports the accept length on the first of them at the rollout
+        temperature (not with environments, FSDP, a policy that no rank has whole, or one that cannot speculate here).
 
         Args:
             repo_id (`str`):
@@ -84,9 +84,10 @@ class DraftCheckpoints(Trainer):
                 repository of the trained policy where `hub_model_id` does not.
 
         Raises:
-            ValueError: if there is no draft (yet), or it does not validate.
+            ValueError: if there is no draft (yet), it does not validate, or `repo_id` can be no repository.
         """
         self._require_draft()
+        check_repo_id("repo_id", repo_id)
         if not self.is_world_process_zero():
             return None
         if "scores" not in kwargs and self._can_score_draft():
@@ -123,12 +124,12 @@ class DraftCheckpoints(Trainer):
             and unsupported_reason(base_policy(self.model), training=False) is None
         )
 
-    def _score_on_held_out_prompts(self) -> dict[str, Any]:
-        """What [`~export.score_draft`] measures on up to 64 prompts of the evaluation set."""
-        dataset = self.eval_dataset
-        if isinstance(dataset, dict):
-            dataset = next(iter(dataset.values()))
-        prompts = [row["prompt"] for row in itertools.islice(dataset, HELD_OUT_PROMPTS)]
+    def _score_on_held_out_prompts(self) -> dict[str, Any] | None:
+        """What [`~export.score_draft`] measures on up to 64 prompts of the evaluation sets; None if they hold none."""
+        prompts = held_out_prompts(self.eval_dataset, HELD_OUT_PROMPTS)
+        prompt_ids = [ids for ids in self._tokenize_prompts(prompts)[0] if len(ids)] if prompts else []
+        if not prompt_ids:
+            return None
         policy, generator = base_policy(self.model), torch.Generator(self.accelerator.device)
         was_training = policy.training
         policy.eval()
@@ -136,7 +137,7 @@ class DraftCheckpoints(Trainer):
             return score_draft(
                 policy,
                 self.draft_model,
-                self._tokenize_prompts(prompts)[0],
+                prompt_ids,
                 max_new_tokens=self.max_completion_length,
                 temperature=self.temperature,
                 batch_size=self.args.per_device_eval_batch_size,

@@ -4,6 +4,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
+from .bounds import shown
+
 
 def build_schedule(
     kind: str, optimizer: torch.optim.Optimizer, *, warmup_steps: int, num_training_steps: int
@@ -56,7 +58,7 @@ def check_schedule(name: str, kind: str) -> None:
     words = [member.value for member in SchedulerType if _can_be_built(member.value)]
     known = isinstance(kind, str) and kind in list(SchedulerType)
     reason = " depends on more than the number of the step" if known else " is no schedule of Transformers"
-    raise ValueError(f"`{name}={kind!r}`{reason}. Set `{name}` to one of {words}.")
+    raise ValueError(f"`{name}={shown(kind)}`{reason}. Set `{name}` to one of {words}.")
 
 
 def _can_be_built(kind: str) -> bool:

@@ -6,6 +6,7 @@ speculative decoding (`rollout/`), drafts on disk (`draft_checkpoints.py`, `expo
 module of the policy and has its own backward and optimizer, so the policy's run is bit for bit the one without it.
 """
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from .compatibility import (
     base_policy,
     plain_rollout_reason,
     refuse_contradictions,
+    refuse_cuda_graphs_elsewhere,
     refuse_unsupported,
     warn_about_collapse,
     warn_about_metrics,
@@ -51,7 +53,9 @@ from .pipeline_group import join_pipeline_group
 from .pipeline_part import policies_in_parts
 from .pipelined_loss import PipelinedLoss
 from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
+from .prompt_column import require_prompts
 from .rollout.controller import SpeedReport
+from .rollout.prompts import refuse_empty_prompts
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.stats import SpeculativeStats
 from .training import DraftTrainer
@@ -130,6 +134,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             args = CoDraftGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
         args = CoDraftGRPOConfig.from_grpo_config(args)
         require_divisible_world(args)
+        draft_model = os.fspath(draft_model) if isinstance(draft_model, os.PathLike) else draft_model
         refuse_contradictions(args, draft_model)
         if args.use_draft:
             self._tag_names = [*self._tag_names, "codraft"]
@@ -176,6 +181,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self.policy_head = PolicyHead(policy, compute_dtype=head_dtype(self.args))
         self._draft_is_fresh = source is None
         with preserved_random_state():
+            require_prompts(self)
             self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
         self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
         # One per microbatch that this rank ran a part of since the draft last learned.
@@ -189,6 +195,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             cuda_graphs=self.args.rollout_cuda_graphs,
         )
         self._speculation_on = self._resolve_speculation()
+        if self._speculation_on:
+            refuse_cuda_graphs_elsewhere(self)
         if self.use_vllm:
             served = self.draft_model if self._speculation_on else None
             self.vllm_generation.start(served, self.args.num_draft_tokens, self.args.draft_vllm_server_sync)
@@ -313,6 +321,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         rows = prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         if self.draft_model is None:
             return super()._generate_single_turn(*rows)
+        refuse_empty_prompts([len(ids) for ids in prompt_ids])
         start = time.perf_counter()
         with self._speculative_generate():
             completion_ids, logprobs = super()._generate_single_turn(*rows)

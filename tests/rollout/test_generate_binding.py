@@ -96,6 +96,8 @@ def test_streamer_filled_cache_and_pads_that_are_not_on_the_left_are_refused(pol
         generate(ids, attention_mask=mask, max_new_tokens=4, cache=filled)
     with pytest.raises(ValueError, match="left"):
         generate(ids.flip(1), attention_mask=mask.flip(1), max_new_tokens=4)
+    with pytest.raises(ValueError, match="Prompt 1 of this batch of 2 is empty"):
+        generate(ids, attention_mask=mask * torch.tensor([[1], [0]]), max_new_tokens=4)
     for holes in ([0, 1, 0, 1, 1], [1, 1, 1, 0, 1]):
         with pytest.raises(ValueError, match="pads behind or between"):
             generate(ids[:1], attention_mask=torch.tensor([holes]), max_new_tokens=4)

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 from grpo_runs import codraft_trainer, plain_trainer, policy_logs, prompt_dataset, weights
 from tiny import tiny_policy
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -295,3 +296,45 @@ def test_draft_is_pushed_unscored_where_held_out_prompts_cannot_be_rolled_out(wh
         monkeypatch.setattr(whole_run.model, "_is_stateful", True)
     whole_run.push_draft_to_hub("me/draft")
     assert [sorted(kwargs) for kwargs in pushed] == [["provenance"]]
+
+
+def messages_dataset():
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}])
+
+
+# evaluation set -> how many of its prompts the card is measured on
+HELD_OUT = {
+    "none": (lambda: None, 0),
+    "no sets": (dict, 0),
+    "empty": (lambda: Dataset.from_list([]), 0),
+    "empty with columns": (lambda: Dataset.from_dict({"prompt": []}), 0),
+    "empty stream": (lambda: IterableDataset.from_generator(lambda: iter([])), 0),
+    "empty prompts": (lambda: Dataset.from_dict({"prompt": ["", ""]}), 0),
+    "tasks": (lambda: Dataset.from_list([{"prompt": {"task": 3}}]), 0),
+    "one row": (lambda: prompt_dataset(copies=1).select([1]), 1),
+    "stream": (lambda: prompt_dataset(copies=1).to_iterable_dataset(), 8),
+    "more than needed": (lambda: prompt_dataset(copies=9), 64),
+    "an empty prompt among others": (lambda: Dataset.from_dict({"prompt": ["", "hi", "abc"]}), 2),
+    "first set empty": (lambda: {"a": Dataset.from_list([]), "b": prompt_dataset(copies=1)}, 8),
+    "two sets": (lambda: {"a": prompt_dataset(copies=1), "b": prompt_dataset(copies=1).to_iterable_dataset()}, 16),
+    "text and messages": (lambda: {"a": prompt_dataset(copies=1), "b": messages_dataset()}, 8),
+}
+
+
+@pytest.mark.parametrize("kind", HELD_OUT)
+def test_card_is_measured_on_the_held_out_prompts_that_there_are(kind, whole_run, monkeypatch):
+    dataset, count = HELD_OUT[kind]
+    pushed, prompts = [], []
+    monkeypatch.setattr("trl_codraft.draft_checkpoints.push_draft", lambda *args, **kwargs: pushed.append(kwargs))
+    monkeypatch.setattr("trl_codraft.draft_checkpoints.score_draft", lambda *args, **kwargs: prompts.append(args[2]))
+    monkeypatch.setattr(whole_run, "eval_dataset", dataset())
+    whole_run.push_draft_to_hub("me/draft")
+    assert len(pushed) == 1
+    assert [len(batch) for batch in prompts] == ([count] if count else [])
+    assert all(ids for batch in prompts for ids in batch)
+
+
+def test_what_can_be_no_repository_is_refused_before_anything_is_measured(whole_run, monkeypatch):
+    monkeypatch.setattr(whole_run, "_score_on_held_out_prompts", pytest.fail)
+    with pytest.raises(ValueError, match="^`repo_id='bad repo id!!'` can be no repository of the Hub"):
+        whole_run.push_draft_to_hub("bad repo id!!")

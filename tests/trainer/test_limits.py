@@ -119,7 +119,8 @@ def test_every_value_outside_the_limits_of_a_field_is_refused_by_its_name(name, 
     for value in (*LIMITS[name][1], *WRONG):
         with refused(name) as caught:
             limited(tmp_path, name, value)
-        assert repr(value) in str(caught.value)
+        assert repr(value)[:100] in str(caught.value)
+        assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("name", LIMITS)

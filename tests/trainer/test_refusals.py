@@ -14,7 +14,12 @@ from transformers.utils import logging as logging_utils
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.building import build_draft
-from trl_codraft.compatibility import plain_rollout_reason, refuse_unsupported, warn_about_unused_settings
+from trl_codraft.compatibility import (
+    plain_rollout_reason,
+    refuse_cuda_graphs_elsewhere,
+    refuse_unsupported,
+    warn_about_unused_settings,
+)
 from trl_codraft.modeling.taps import decoder_of
 
 
@@ -116,6 +121,39 @@ def test_both_ways_of_naming_a_draft_are_refused(tmp_path):
     args = CoDraftGRPOConfig(**settings(tmp_path, use_draft=False))
     with pytest.raises(ValueError, match="use_draft=False"):
         CoDraftGRPOTrainer(args=args, **arguments)
+
+
+@pytest.mark.parametrize("source", ["", 3, True, tiny_policy(), []])
+def test_what_is_no_draft_is_refused_before_anything_is_built(tmp_path, source):
+    with pytest.raises(
+        ValueError, match=r"^`draft_model` must be a name or a path that is not empty or None"
+    ) as caught:
+        codraft_trainer(tmp_path, trainer={"draft_model": source})
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_a_path_names_a_draft_as_its_text_does(tmp_path, by_setting):
+    draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(tiny_policy().config, tap_layers=[1, 2, 3]))
+    draft.save_pretrained(tmp_path / "draft")
+    path = tmp_path / "draft"
+    given = {"draft_model_name_or_path": path} if by_setting else {"trainer": {"draft_model": path}}
+    trainer = codraft_trainer(tmp_path / "out", **given)
+    assert torch.equal(trainer.draft_model.fc.weight, draft.fc.weight)
+
+
+def test_cuda_graphs_without_a_cuda_device_are_refused_at_construction(tmp_path):
+    with pytest.raises(ValueError, match="`rollout_cuda_graphs=True` needs a CUDA device, and this run is on cpu"):
+        codraft_trainer(tmp_path, rollout_cuda_graphs=True)
+    # Rollouts without the draft have none.
+    codraft_trainer(tmp_path, rollout_cuda_graphs=True, speculative_rollouts="false")
+
+
+def test_cuda_graphs_of_a_sharded_policy_are_refused_at_construction():
+    trainer = fake_trainer(distributed_type=DistributedType.FSDP, args=SimpleNamespace(rollout_cuda_graphs=True))
+    trainer.accelerator.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="FSDP gathers them anew"):
+        refuse_cuda_graphs_elsewhere(trainer)
 
 
 def test_freezing_a_fresh_draft_is_refused(tmp_path):

@@ -17,6 +17,25 @@ import torch
 Tokens = tuple[int, ...]
 
 
+def refuse_empty_prompts(lengths: Sequence[int]) -> None:
+    """
+    Raises for prompts without a token: there is no position whose distribution a rollout could begin with.
+
+    Args:
+        lengths (`Sequence[int]`):
+            Tokens of each prompt of a batch, pads not counted.
+
+    Raises:
+        ValueError: saying which prompt.
+    """
+    empty = [index for index, length in enumerate(lengths) if not length]
+    if empty:
+        raise ValueError(
+            f"Prompt {empty[0]} of this batch of {len(lengths)} is empty ({len(empty)} in all): its text, its chat template "
+            "or what truncates it leaves no token. Drop such rows from the dataset, or have the tokenizer add a BOS token."
+        )
+
+
 @dataclass(frozen=True)
 class PromptBlock:
     """

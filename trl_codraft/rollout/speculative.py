@@ -33,6 +33,7 @@ from .criteria import PositionwiseCriteria
 from .drafting import DraftRollout
 from .loop import INITIAL_NEW_SLOTS, Rollout, SamplingRule
 from .processors import PositionwiseProcessors
+from .prompts import refuse_empty_prompts
 from .static_shapes import steps_for
 from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
 from .support import check_call, refused_reason, unsupported_reason
@@ -283,6 +284,7 @@ class SpeculativeDecoder:
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
         real = mask != 0
+        refuse_empty_prompts(real.sum(1).tolist())
         if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
             raise ValueError(
                 "A prompt has pads behind or between its tokens. Pad prompts on the left (`padding_side='left'`)."
