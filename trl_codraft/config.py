@@ -51,7 +51,7 @@ BOUNDS: dict[str, Bounds] = {
     "context_parallel_trunk": Choice(choices=("ring", "gather_once")),
     "pipeline_parallel_size": Whole(least=1),
     "pipeline_schedule": Choice(choices=tuple(SCHEDULES)),
-    "layers_per_stage": WholeNumbers(least=1, optional=True),
+    "layers_per_stage": WholeNumbers(least=1, optional=True, advice="Every stage needs at least one layer."),
     "pipeline_replica": Flag(optional=True),
     "pipeline_shard_optimizer": Flag(),
     "tap_channel_slots": Whole(least=1, optional=True),

@@ -234,7 +234,7 @@ def _check_rope(raw: Mapping[str, Any]) -> Iterator[str]:
     if rope["rope_type"] != "default" and scaling.get("rope_type") != rope["rope_type"]:
         yield f"`rope_scaling` does not repeat the {rope['rope_type']!r} scaling of `rope_parameters`"
     elif scaling.get("rope_type", "default") != rope["rope_type"]:
-        yield f"`rope_scaling` says {scaling['rope_type']!r} but `rope_parameters` says 'default'"
+        yield f"`rope_scaling` says {scaling.get('rope_type')!r} but `rope_parameters` says {rope['rope_type']!r}"
     else:
         for key in sorted(scaling.keys() & rope.keys()):
             if scaling[key] != rope[key]:

@@ -170,7 +170,7 @@ def test_adapters_that_every_rank_has_a_module_for_are_not_refused(settings):
     ("settings", "reason"),
     [
         ({"layers_per_stage": [1, 1]}, r"`layers_per_stage=\[1, 1\]` does not split 4 layers"),
-        ({"layers_per_stage": [4, 0]}, "every stage needs at least one"),
+        ({"layers_per_stage": [4, 0]}, "Every stage needs at least one"),
         ({"pipeline_parallel_size": 5}, "lower `pipeline_parallel_size`"),
     ],
 )
