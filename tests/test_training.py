@@ -232,6 +232,20 @@ def test_state_is_refused_between_accumulate_and_step_and_for_another_vocabulary
         trainer_of(full, head).load_state_dict(trainer.state_dict())
 
 
+def test_state_of_a_frozen_draft_has_no_moments_for_one_that_learns():
+    """Frozen by `requires_grad_`: its optimizer has no weights, which torch refuses with an error of its own."""
+    frozen, head = draft_case()
+    state = trainer_of(frozen.requires_grad_(False), head).state_dict()
+    batch, _ = microbatch(frozen.config, *RAGGED, K)
+    trainer = trainer_of(draft_case(seed=9)[0], head)
+    trainer.accumulate(batch)
+    trainer.step()
+    assert not trainer.load_state_dict(state)
+    assert not trainer.optimizer.state
+    assert_same(weights(trainer.draft), weights(frozen))
+    assert trainer_of(frozen, head).load_state_dict(trainer.state_dict())  # which needs none
+
+
 def test_rollout_draft_is_a_cast_copy_that_follows_every_step():
     draft, head = draft_case(dtype=torch.float32, reduced=True)
     draft.compute_dtype = torch.bfloat16
