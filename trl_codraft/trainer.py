@@ -54,6 +54,7 @@ from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_rando
 from .rollout.controller import SpeedReport
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.stats import SpeculativeStats
+from .saved_draft import SavedDraft
 from .training import DraftTrainer
 from .vllm_rollouts import DraftVLLMGeneration, deferred_engine, stats_of
 
@@ -180,7 +181,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
         # One per microbatch that this rank ran a part of since the draft last learned.
         self._draft_batches: list[DraftBatch | DraftBatchShard | None] = []
-        self._draft_checkpoint: str | None = None
+        self._draft_to_resume: SavedDraft | None = None
         self._decoder = SpeculativeDecoder(
             policy,
             self.draft_model,
@@ -227,10 +228,13 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
 
     def _start_draft(self) -> None:
         """Finishes the draft before the first step: vocabulary, initial weights, optimizer, pretraining or resume."""
+        # Read before anything is built, so that a trainer whose resume is refused can still train.
+        saved, self._draft_to_resume = self._draft_to_resume, None
+        resumes = saved is not None
+        state = self._read_draft(saved) if resumes else None
         if self.draft_trainer is None:
             source = PolicyRollouts(self, seed=self.args.seed)
             with preserved_random_state():
-                resumes = self._draft_checkpoint is not None
                 if self._draft_is_fresh and not resumes:
                     initialize_fresh_draft(self, source)
                 for tensor in self.draft_model.state_dict().values():
@@ -242,9 +246,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             self._draft_batches, self._draft_seconds = [], 0.0
             self.draft_trainer.restart(self.state.max_steps)
         self._reset_rollout_tally()
-        if self._draft_checkpoint is not None:
-            self._load_draft(self._draft_checkpoint)
-            self._draft_checkpoint = None
+        if resumes:
+            self._load_draft(state)
         if self.use_vllm:
             # An evaluation or pretraining rollouts of this step have pushed an earlier draft: push again.
             self._last_loaded_step = -1
