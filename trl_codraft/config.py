@@ -23,7 +23,7 @@ class CoDraftGRPOConfig(GRPOConfig):
 
         use_draft (`bool`, *optional*, defaults to `True`):
             Whether to train a draft and roll out with it. `False` builds, saves and logs nothing: the run is the one
-            of [`~trl.GRPOTrainer`].
+            of [`~trl.GRPOTrainer`], but for a resume of a mixture of experts, which is that of the uninterrupted run.
         draft_model_name_or_path (`str`, *optional*):
             EAGLE-3 checkpoint to start from (a Hub id or a folder in the format of vLLM, SGLang or speculators). If
             `None`, a fresh draft is built from the policy.
