@@ -166,10 +166,11 @@ class DraftCheckpoints(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.draft_trainer is None:
             return
-        # On every rank: they may share the state of the draft's optimizer.
+        # On every rank: they may share the state of the draft's optimizer. A run that is stopped may save within an
+        # accumulation window, of which Transformers keeps no gradients either.
         state = {
             "draft_trainer": self.draft_trainer.state_dict(
-                keep=self.args.should_save, moments=self.args.draft_save_optimizer
+                keep=self.args.should_save, moments=self.args.draft_save_optimizer, mid_window=True
             ),
             "controller": self._decoder.controller.state_dict(),
         }

@@ -289,7 +289,7 @@ class DraftTrainer:
         for name, tensor in copies.items():
             tensor.copy_(source[name])
 
-    def state_dict(self, keep: bool = True, moments: bool = True) -> dict:
+    def state_dict(self, keep: bool = True, moments: bool = True, mid_window: bool = False) -> dict:
         """
         Everything an exact resume needs: weights and vocabulary, moments, schedule, step counters. The same whether or not
         ranks share the optimizer's state; if they do, all of them make this call.
@@ -299,11 +299,14 @@ class DraftTrainer:
                 Whether this rank wants it. Without, moments that it does not have are left out.
             moments (`bool`, *optional*, defaults to `True`):
                 Whether the moments of AdamW are in it: without, `optimizer` is None.
+            mid_window (`bool`, *optional*, defaults to `False`):
+                Whether it may be made between `accumulate` and `step`. It is then that of the last step; what has
+                accumulated since is not in it, and is not lost here.
 
         Raises:
-            RuntimeError: between `accumulate` and `step`, when gradients would be lost.
+            RuntimeError: between `accumulate` and `step`, unless `mid_window`: gradients are not in it.
         """
-        if self._flat is not None:
+        if self._flat is not None and not mid_window:
             raise RuntimeError("The draft has accumulated gradients that no `step()` has used; save after the step.")
         return {
             "draft": self.draft.state_dict(),

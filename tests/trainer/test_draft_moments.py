@@ -194,7 +194,9 @@ def test_save_over_an_earlier_run_leaves_nothing_of_it(runs, tmp_path):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_script("draft_moments_worker.py", tmp_path_factory.mktemp("ranks"), timeout=200, folder="distributed")
+    out = tmp_path_factory.mktemp("ranks")
+    seen = run_script("draft_moments_worker.py", out, timeout=200, folder="distributed")
+    return [{**rank, "checkpoint": out / "run" / "checkpoint-1"} for rank in seen]
 
 
 def test_shared_moments_may_be_left_out_too(ranks):
@@ -206,3 +208,10 @@ def test_shared_moments_may_be_left_out_too(ranks):
     assert_equal_tensors(ranks[0]["draft"], ranks[1]["draft"])
     assert [len(rank["warnings"]) for rank in ranks] == [1, 0]
     assert sum(rank["moments after a step"] for rank in ranks) == ranks[0]["weights"]
+
+
+def test_one_process_resumes_what_two_have_saved(ranks, tmp_path):
+    resumed = codraft_trainer(tmp_path, max_steps=2)
+    resumed.train(resume_from_checkpoint=str(ranks[0]["checkpoint"]))
+    assert resumed.state.global_step == 2
+    assert resumed.draft_trainer.num_updates == 2
