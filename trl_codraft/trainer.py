@@ -21,6 +21,7 @@ from transformers.utils import logging
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
+from .agreement import require_same_draft, require_same_parts, require_same_settings, require_same_start
 from .building import build_draft, build_draft_trainer, head_dtype
 from .compatibility import (
     GOOD_ACCEPT_LENGTH,
@@ -130,6 +131,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = CoDraftGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
         args = CoDraftGRPOConfig.from_grpo_config(args)
+        require_same_settings(args, fresh_draft=draft_model is None and args.draft_model_name_or_path is None)
         require_divisible_world(args)
         refuse_contradictions(args, draft_model)
         if args.use_draft:
@@ -160,6 +162,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self.draft_model: Eagle3DraftModel | None = None
         self.draft_trainer: DraftTrainer | None = None
         self.draft_pretraining_log: list[dict[str, float]] = []
+        if args.use_draft or args.pipeline_parallel_size * args.context_parallel_size > 1:
+            require_same_parts(self)
         if args.use_draft:
             self._init_draft(draft_model or args.draft_model_name_or_path)
         else:
@@ -178,6 +182,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self._draft_is_fresh = source is None
         with preserved_random_state():
             self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
+        require_same_draft(self.draft_model.config)
         self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
         # One per microbatch that this rank ran a part of since the draft last learned.
         self._draft_batches: list[DraftBatch | DraftBatchShard | None] = []
@@ -228,6 +233,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
 
     def _start_draft(self) -> None:
         """Finishes the draft before the first step: vocabulary, initial weights, optimizer, pretraining or resume."""
+        require_same_start(self)
         # Read before anything is built, so that a trainer whose resume is refused can still train.
         saved, self._draft_to_resume = self._draft_to_resume, None
         resumes = saved is not None
