@@ -14,6 +14,7 @@ from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.disk_config import config_from_disk
 from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .modeling.taps import decoder_of
 from .training import DraftTrainer, DraftTrainingArguments
 
 
@@ -84,6 +85,8 @@ def fresh_config(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> Eagle3Draf
     """The configuration of a fresh draft; what it refuses is named as the run's settings are."""
     shape = {field: getattr(args, setting) for field, setting in SHAPE_SETTINGS.items()}
     shape = {field: value for field, value in shape.items() if value is not None}
+    # Some families count attentions, of which a layer may have two.
+    shape["num_policy_layers"] = len(decoder_of(policy).layers)
     try:
         return Eagle3DraftConfig.from_policy(policy.config, **shape)
     except ValueError as error:

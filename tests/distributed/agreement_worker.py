@@ -130,7 +130,7 @@ def see_run(rank, out, name):
 def see_start(rank, step=0, checkpoint=None):
     """Training that begins at another step, or with another checkpoint of the draft, on rank 1."""
     state = SimpleNamespace(global_step=step * rank, max_steps=10)
-    trainer = SimpleNamespace(state=state, draft_trainer=None, _draft_checkpoint=checkpoint if rank else None)
+    trainer = SimpleNamespace(state=state, draft_trainer=None, _draft_to_resume=checkpoint if rank else None)
     return outcome(lambda: require_same_start(trainer))
 
 

@@ -45,6 +45,7 @@ def fake_trainer(policy=None, **overrides):
         "use_transformers_continuous_batching": False,
         "rollout_func": None,
         "generation_config": None,
+        "aux_loss_enabled": False,
         **overrides,
     }
     return SimpleNamespace(**values)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .taps import name_of
+
 
 class PolicyHead:
     """
@@ -46,7 +48,7 @@ class PolicyHead:
         self.logit_softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self._held: dict[str, torch.Tensor | None] | None = None
         for role, module in (("output", policy.get_output_embeddings()), ("input", policy.get_input_embeddings())):
-            _check_plain(type(policy).__name__, role, module)
+            _check_plain(name_of(policy), role, module)
 
     @property
     def weight(self) -> torch.Tensor:
