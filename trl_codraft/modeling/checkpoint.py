@@ -256,6 +256,10 @@ def check_embedding(embedding: torch.Tensor, policy: nn.Module) -> None:
     if is_elsewhere(table):
         return
     live = table.weight.detach().to("cpu")
+    # Either may be padded beyond the vocabulary.
+    vocab_size = policy.config.get_text_config().vocab_size
+    if embedding.shape != live.shape and min(len(embedding), len(live)) >= vocab_size:
+        embedding, live = embedding[:vocab_size], live[:vocab_size]
     if embedding.shape != live.shape:
         raise ValueError(
             f"The draft's own `embed_tokens` has shape {tuple(embedding.shape)}, the policy's {tuple(live.shape)}."
