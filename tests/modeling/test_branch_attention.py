@@ -212,6 +212,38 @@ def test_no_tensor_grows_with_tokens_squared(kernel):
     assert largest[512] <= 2 * largest[256] < 256 * 256
 
 
+class BytesMade(TorchDispatchMode):
+    """Bytes of all results that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        for item in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() not in given:
+                self.bytes += item.nbytes
+        return result
+
+
+def test_a_lone_block_is_handed_on_as_the_kernel_left_it():
+    """The trunk of pass 0 is one causal block: nothing is merged, widened or copied behind the kernel's own call."""
+    q, k, v = (
+        tensor.detach() for tensor in random_tensors((256, 4, 8), (256, 2, 8), (256, 2, 8), dtype=torch.bfloat16)
+    )
+    kernel, settings, lens = CpuFlashKernel(), {"causal": True, "scale": 0.3}, ([256], [256])
+    with BytesMade() as block:
+        expected = kernel._block_forward(q, k, v, *lens, True, 0.3)
+        expected += kernel._block_backward(expected[0], q, k, v, *expected, *lens, True, 0.3)
+    with BytesMade() as whole:
+        out, lse = kernel.forward(q, k, v, *lens, **settings)
+        grads = kernel.backward(out, q, k, v, out, lse, *lens, **settings)
+    assert whole.bytes == block.bytes
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip((out, lse, *grads), expected, strict=True))
+
+
 # The CUDA kernel's calls, without a GPU
 
 

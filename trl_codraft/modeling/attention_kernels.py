@@ -165,26 +165,38 @@ class SquareCausalKernel:
 
     def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
         """See [`AttentionKernel`]."""
-        out = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=out.dtype)
+        out = lse = None
         for queries, keys, block_causal in self._blocks(q_lens, k_lens, causal):
             rows, seen = _index(queries, q), _index(keys, k)
             lens = ([len(piece) for piece in queries], [len(piece) for piece in keys])
             part, part_lse = self._block_forward(q[rows], k[seen], v[seen], *lens, block_causal, scale)
-            out[rows], lse[rows] = merge_partials(out[rows], lse[rows], part, part_lse)
-        return out.to(q.dtype), lse
+            if out is None:
+                out, lse = _among(part, rows, len(q)), _among(part_lse, rows, len(q), fill=-torch.inf)
+            else:
+                # A row is merged once, so the accumulation dtype is needed for no longer than that.
+                merged, lse[rows] = merge_partials(out[rows], lse[rows], part, part_lse)
+                out[rows] = merged.to(out.dtype)
+        if out is None:
+            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        return out, lse
 
     def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
         """See [`AttentionKernel`]."""
-        dq, dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
+        grads = None
         for queries, keys, block_causal in self._blocks(q_lens, k_lens, causal):
             rows, seen = _index(queries, q), _index(keys, k)
             lens = ([len(piece) for piece in queries], [len(piece) for piece in keys])
             arguments = (dout[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], *lens)
             parts = self._block_backward(*arguments, block_causal, scale)
-            for total, index, part in zip((dq, dk, dv), (rows, seen, seen), parts, strict=True):
-                total[index] += part
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            places = (rows, seen, seen)
+            if grads is None:
+                sizes = (len(q), len(k), len(v))
+                grads = [_among(*argument) for argument in zip(parts, places, sizes, strict=True)]
+            else:
+                # The two blocks have no key in common, so no gradient is a sum of more than two parts.
+                for total, index, part in zip(grads, places, parts, strict=True):
+                    total[index] += part
+        return (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)) if grads is None else tuple(grads)
 
     def _blocks(self, q_lens, k_lens, causal) -> Iterator[tuple[list[range], list[range], bool]]:
         """At most two groups of documents: (query rows, key rows, causal)."""
@@ -293,6 +305,15 @@ def _index(pieces: list[range], like: torch.Tensor) -> slice | torch.Tensor:
         return slice(pieces[0].start, pieces[-1].stop)
     # Built on the CPU: one copy instead of one kernel launch per document.
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(like.device)
+
+
+def _among(part: torch.Tensor, rows: slice | torch.Tensor, num_rows: int, fill: float = 0.0) -> torch.Tensor:
+    """The rows of a block among all rows; itself if it has them all."""
+    if isinstance(rows, slice) and rows == slice(0, num_rows):
+        return part
+    whole = part.new_full((num_rows, *part.shape[1:]), fill)
+    whole[rows] = part
+    return whole
 
 
 def group_heads(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

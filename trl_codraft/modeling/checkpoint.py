@@ -179,6 +179,11 @@ def load_draft(
         ValueError: naming the missing, extra or mis-shaped tensors, the unsupported feature, or the mismatch with the
             policy.
     """
+    if torch.get_default_device().type == "meta":
+        raise ValueError(
+            "`from_pretrained` inside `torch.device('meta')` would throw the draft's weights away. Call it outside, or build "
+            "`Eagle3DraftModel(config)` on the meta device and load weights after `to_empty`."
+        )
     folder = resolve_folder(path_or_repo, subfolder=subfolder, **hub_kwargs)
     raw = read_config(folder)
     policy_config = policy.config.get_text_config() if policy is not None else None
