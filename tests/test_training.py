@@ -75,6 +75,7 @@ def dense_update(draft, head, documents, args, steps):
         "draft/loss": loss.item() / denominator,
         "draft/grad_norm": norm.item(),
         "draft/learning_rate": args.learning_rate,
+        "draft/rows": sum(counters["rows"]),
         "draft/masked_rows": counters["masked_rows"],
         "draft/vocab_coverage": counters["coverage"] / counters["positions"],
         "draft/accept_length_sim": 1 + sum(counters["accept"]) / counters["accept_roots"],
@@ -130,7 +131,8 @@ def test_reduction_is_one_call_and_skips_only_on_the_reduced_count():
         metrics.append(trainer.step())
     assert len(calls) == 1
     assert_same(weights(twin), weights(alone), 1e-12)
-    assert metrics[1].pop("draft/masked_rows") == 2 * metrics[0].pop("draft/masked_rows")
+    for counted in ("draft/rows", "draft/masked_rows"):
+        assert metrics[1].pop(counted) == 2 * metrics[0].pop(counted)
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)
 
     # No rows here, but rows elsewhere: the update happens. No rows anywhere: it does not, and nothing advances.
@@ -157,7 +159,7 @@ def test_step_without_rows_anywhere_changes_nothing():
     for batch in (None, nothing):
         trainer.accumulate(batch)
         metrics = trainer.step()
-        assert set(metrics) == {"draft/masked_rows"}
+        assert metrics == {"draft/rows": 0, "draft/masked_rows": 0}
     trainer.step()
     assert_same(weights(draft), before)
     assert trainer.learning_rate == rate

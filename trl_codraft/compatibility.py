@@ -286,8 +286,13 @@ def warn_about_unused_settings(args: CoDraftGRPOConfig) -> None:
         logger.warning_once(f"`use_draft=False`: {', '.join(unused)} without effect.")
 
 
-def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
-    """Warns once when a draft that trains happily cannot be of use."""
+def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool, args: CoDraftGRPOConfig) -> None:
+    """Warns once when a draft learns nothing, or trains happily and cannot be of use. The metrics are those of all ranks."""
+    if not metrics["draft/rows"]:
+        logger.warning_once(
+            f"The draft learned nothing in a step: {_why_nothing_taught(metrics, args)} Such steps leave it as it is and log "
+            "`draft/rows` 0 and no `draft/loss`."
+        )
     if metrics.get("draft/vocab_coverage", 1.0) < 0.9:
         logger.warning_once(
             "Less than 90% of the policy's probability (`draft/vocab_coverage`) lies in the draft vocabulary: the rest can "
@@ -299,6 +304,20 @@ def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
             "nothing that the policy accepts. Check that it was trained for this policy and that its tap layers are "
             "numbered as in vLLM (`trl-codraft validate`)."
         )
+
+
+def _why_nothing_taught(metrics: dict[str, float], args: CoDraftGRPOConfig) -> str:
+    """Why no token of a step counted for the draft, and what to set."""
+    if metrics["draft/masked_rows"]:
+        return (
+            "wherever it could have, the policy's first choice lies outside its vocabulary. Raise `draft_vocab_size`."
+        )
+    if args.mask_truncated_completions:
+        return (
+            "`mask_truncated_completions=True` hides truncated completions from policy and draft, and all were. Raise "
+            f"`max_completion_length={args.max_completion_length}`, or set `mask_truncated_completions=False`."
+        )
+    return "no completion had a token that the policy chose itself and that follows two others."
 
 
 def warn_about_collapse(stats: SpeculativeStats, simulated: float | None, speculated_well: bool) -> None:

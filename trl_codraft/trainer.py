@@ -305,8 +305,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self._draft_seconds = 0.0
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-        self._simulated_accept_length = metrics.get("draft/accept_length_sim")
-        warn_about_metrics(metrics, self._draft_is_fresh)
+        self._simulated_accept_length = metrics.get("draft/accept_length_sim", self._simulated_accept_length)
+        warn_about_metrics(metrics, self._draft_is_fresh, self.args)
 
     def _learn_from_kept(self):
         start, batches, self._draft_batches = time.perf_counter(), self._draft_batches, []

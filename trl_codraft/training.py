@@ -402,7 +402,7 @@ class DraftTrainer:
 
     def _metrics(self, counters: dict) -> dict[str, float]:
         """The metrics that are ratios of counters."""
-        metrics = {"draft/masked_rows": counters["masked_rows"]}
+        metrics = {"draft/rows": sum(counters["rows"]), "draft/masked_rows": counters["masked_rows"]}
         weights = [self.args.decay**s for s in range(self.args.num_passes)]
         total = sum(weight * rows for weight, rows in zip(weights, counters["rows"], strict=True))
         if total > 0:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .taps import name_of
+from .taps import is_elsewhere, name_of
 
 
 class PolicyHead:
@@ -147,9 +147,11 @@ def _whole(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 def _check_rows(policy_name: str, head: nn.Module, vocab_size: int) -> None:
     """Refuses a head without a row for each token. Of a policy in stages, the ranks that have its head look."""
-    weight = getattr(head, "weight", None)
     # Quantised weights are stored in shapes of their own.
-    if weight is not None and weight.is_floating_point() and weight.shape[0] < vocab_size:
+    if is_elsewhere(head) or not head.weight.is_floating_point():
+        return
+    weight = head.weight
+    if weight.shape[0] < vocab_size:
         raise ValueError(
             f"The head of {policy_name} has {weight.shape[0]} rows, its config says `vocab_size={vocab_size}`: the draft would "
             "be taught tokens that have no logit. Call `resize_token_embeddings`, which changes both, or set "
