@@ -5,7 +5,7 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
+from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module, is_peft_model
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -42,8 +42,17 @@ WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 
 
 def base_policy(model: nn.Module) -> nn.Module:
-    """The causal language model itself, with PEFT adapters injected if there are any."""
+    """The causal language model itself, with PEFT adapters injected if there are any, whatever compiles it."""
+    if is_compiled_module(model):
+        model = model._orig_mod
     return model.get_base_model() if is_peft_model(model) else model
+
+
+def is_compiled(trainer: "CoDraftGRPOTrainer") -> bool:
+    """Whether `torch.compile` has to do with the policy: by the run's settings, or because the user called it."""
+    if trainer.args.torch_compile or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        return True
+    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in trainer.model.modules())
 
 
 def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: "str | Eagle3DraftModel | None") -> None:
@@ -217,10 +226,10 @@ def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | 
             f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA. "
             f"{instead}"
         )
-    if args.torch_compile or state.dynamo_plugin.backend != DynamoBackend.NO:
+    if is_compiled(trainer):
         return (
             "`torch_compile` cannot trace a forward that other ranks take part in. Set `torch_compile=False`, and "
-            "`dynamo_backend: 'NO'` in the Accelerate config."
+            "`dynamo_backend: 'NO'` in the Accelerate config, and pass a model that is not compiled."
         )
     if args.neftune_noise_alpha is not None:
         return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."

@@ -26,6 +26,7 @@ from .building import build_draft, build_draft_trainer, head_dtype
 from .compatibility import (
     GOOD_ACCEPT_LENGTH,
     base_policy,
+    is_compiled,
     plain_rollout_reason,
     refuse_contradictions,
     refuse_unsupported,
@@ -45,7 +46,7 @@ from .cp.draft import DraftBatchShard, shard_rows
 from .draft_checkpoints import DraftCheckpoints
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.packing import DraftBatch, pack_rows
-from .modeling.taps import TapRecorder
+from .modeling.taps import TapRecorder, let_compiled_forwards_see_hooks
 from .modeling.teacher import PolicyHead
 from .pipeline_checkpoints import PipelineCheckpoints
 from .pipeline_group import join_pipeline_group
@@ -183,6 +184,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         with preserved_random_state():
             self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
         require_same_draft(self.draft_model.config)
+        if is_compiled(self):
+            let_compiled_forwards_see_hooks()
         self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
         # One per microbatch that this rank ran a part of since the draft last learned.
         self._draft_batches: list[DraftBatch | DraftBatchShard | None] = []

@@ -58,6 +58,18 @@ def decoder_of(policy: nn.Module) -> nn.Module:
     return decoder
 
 
+def let_compiled_forwards_see_hooks() -> None:
+    """
+    Makes `torch.compile` tell modules with hooks from modules without, in this process from now on. By default it does
+    not look (`torch._dynamo.config.skip_nnmodule_hook_guards`): a forward compiled for another model of the same class
+    would serve the policy too, and its taps would not be recorded. What has been compiled so far is compiled anew when
+    it runs next.
+    """
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()
+
+
 class TapRecord:
     """
     What one policy forward left behind.
@@ -80,7 +92,8 @@ class TapRecord:
         if missing:
             raise RuntimeError(
                 f"The policy's forward did not deliver the taps of layers {missing}: the layers were bypassed or the "
-                "forward did not run. A draft trained without them would be silently useless."
+                "forward did not run. A draft trained without them would be silently useless. Where the forward is "
+                "compiled, `torch._dynamo.config.skip_nnmodule_hook_guards` must be False."
             )
         return [self._by_layer[layer] for layer in self.tap_layers]
 
