@@ -12,6 +12,7 @@ import torch
 
 from .attention_kernels import AttentionKernel, choose_kernel
 from .branch import branch_gradients, merge_branch, merge_sinks, sink_gradients
+from .documents import Documents, Mask
 from .packing import PackedLayout
 
 
@@ -68,7 +69,7 @@ def branch_attention(
     if len(branch_k) != len(branch_v) or any(part.shape[0] != q.shape[0] for part in (*branch_k, *branch_v)):
         raise ValueError(f"Each branch needs a key and a value for each of the {q.shape[0]} query rows.")
     kernel = kernel if kernel is not None else choose_kernel(q)
-    trunk = LocalTrunk(kernel, q_lens, k_lens, scale)
+    trunk = LocalTrunk(kernel, Documents(q_lens, k_lens), Mask(causal=True, scale=scale))
     return MergedAttention.apply(trunk, scale, q, k, v, None, None, *branch_k, *branch_v)
 
 
@@ -93,20 +94,20 @@ class LocalTrunk:
 
     Args:
         kernel ([`AttentionKernel`]): computes it.
-        q_lens, k_lens (`list[int]`): query and key rows per document.
-        scale (`float`): factor on the scores.
+        documents ([`~documents.Documents`]): query and key rows per document.
+        mask ([`~documents.Mask`]): the causal one.
     """
 
-    def __init__(self, kernel: AttentionKernel, q_lens: list[int], k_lens: list[int], scale: float):
-        self.kernel, self.lens, self.scale = kernel, (q_lens, k_lens), scale
+    def __init__(self, kernel: AttentionKernel, documents: Documents, mask: Mask):
+        self.kernel, self.documents, self.mask = kernel, documents, mask
 
     def forward(self, q, k, v):
         """See [`Trunk`]."""
-        return self.kernel.forward(q, k, v, *self.lens, causal=True, scale=self.scale)
+        return self.kernel.forward(q, k, v, self.documents, self.mask)
 
     def backward(self, dout, q, k, v, out, lse, need_trunk: bool):
         """See [`Trunk`]."""
-        return self.kernel.backward(dout, q, k, v, out, lse, *self.lens, causal=True, scale=self.scale)
+        return self.kernel.backward(dout, q, k, v, out, lse, self.documents, self.mask)
 
 
 class MergedAttention(torch.autograd.Function):
