@@ -9,10 +9,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .config import CoDraftGRPOConfig
-from .modeling.checkpoint import check_fits_policy
+from .modeling.checkpoint import check_fits_policy, read_draft_config
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
-from .modeling.disk_config import config_from_disk
-from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.taps import decoder_of
 from .training import DraftTrainer, DraftTrainingArguments
@@ -77,7 +75,7 @@ def config_of_draft(
 ) -> Eagle3DraftConfig:
     """The configuration of what [`build_draft`] builds of the same arguments."""
     if isinstance(source, str):
-        return config_from_disk(read_config(resolve_folder(source)), policy.config.get_text_config())
+        return read_draft_config(source, policy.config.get_text_config())
     return fresh_config(args, policy) if source is None else source.config
 
 

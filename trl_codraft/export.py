@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .model_card import draft_card
 from .modeling.checkpoint import check_fits_policy, save_draft
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .naming import few
 from .rollout.speculative import speculative_generate
 from .rollout.stats import SpeculativeStats
 from .validation import problems, validate_draft
@@ -81,7 +82,7 @@ def export_draft(
     def check(folder: Path) -> None:
         messages = validate_draft(folder, policy)
         if problems(messages):
-            raise ValueError("The draft is not written, servers would misread it: " + "; ".join(problems(messages)))
+            raise ValueError("The draft is not written, servers would misread it: " + few(problems(messages), "; "))
         notes.extend(messages)
 
     card = draft_card(
