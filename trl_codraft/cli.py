@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .config_file import ConfigFileOption, option_value, read_config_file
 from .export import export_draft, push_draft, score_draft
 from .model_card import SCORE_KEYS
 from .modeling.draft_folder import resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .policy_source import PolicySource
 from .validation import problems, validate_draft
 
 
@@ -180,7 +181,9 @@ def _add_command(commands, name: str, purpose: str) -> argparse.ArgumentParser:
 
 
 def _add_policy(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument("--policy", required=required, help="folder or Hub repository of the policy")
+    parser.add_argument(
+        "--policy", required=required, help="folder or Hub repository of the policy, or of its LoRA adapter"
+    )
 
 
 def _add_card(parser: argparse.ArgumentParser) -> None:
@@ -191,9 +194,11 @@ def _add_card(parser: argparse.ArgumentParser) -> None:
 
 
 def _card_arguments(args: argparse.Namespace) -> dict:
+    named = PolicySource.named(args.base_model) if args.base_model else PolicySource.find(args.policy)
     return {
         "dtype": DTYPES[args.dtype] if args.dtype else None,
-        "base_model": args.base_model or args.policy,
+        "base_model": named.name,
+        "adapter_of": named.adapter_of,
         "license": args.license,
         "scores": _read_scores(args.scores) if args.scores else None,
     }
@@ -210,7 +215,7 @@ def _read_scores(name: str) -> dict:
 
 
 def _load_policy(name: str) -> PreTrainedModel:
-    policy = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    policy = PolicySource.find(name).load_model()
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -246,7 +251,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    policy_config = AutoConfig.from_pretrained(args.policy) if args.policy else None
+    policy_config = PolicySource.find(args.policy).load_config() if args.policy else None
     messages = validate_draft(resolve_folder(args.path), policy_config)
     found = problems(messages)
     for message in messages:
@@ -261,7 +266,7 @@ def _score(args: argparse.Namespace) -> int:
         policy,
         _load_draft(args.draft, policy),
         _read_prompts(args),
-        AutoTokenizer.from_pretrained(args.policy),
+        PolicySource.find(args.policy).load_tokenizer(),
         num_draft_tokens=args.num_draft_tokens,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

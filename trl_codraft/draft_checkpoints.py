@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
@@ -55,12 +55,27 @@ class DraftCheckpoints(Trainer):
         Raises:
             ValueError: if there is no draft (yet), or it does not validate.
         """
+        self._write_draft(path, self.args.hub_model_id or self.args.output_dir)
+
+    def _write_draft(self, path: str | os.PathLike, policy_name: str, in_policy_repo: bool = False) -> None:
+        """Writes the draft of the policy as it has become, which lies elsewhere than the one it started from."""
         self._require_draft()
         if self.args.should_save:
-            # The draft is for the policy as it has become, not for the one it started from.
-            base_model = self.args.hub_model_id or self.args.output_dir
-            policy = base_policy(self.model)
-            export_draft(self.draft_model, policy, path, base_model=base_model, provenance=self._provenance())
+            export_draft(
+                self.draft_model,
+                base_policy(self.model),
+                path,
+                base_model=policy_name,
+                adapter_of=self._adapter_of(),
+                in_policy_repo=in_policy_repo,
+                provenance=self._provenance(),
+            )
+
+    def _adapter_of(self) -> str | None:
+        """The model that this run's policy is an adapter of, `None` where it is a whole model."""
+        if not is_peft_model(self.model):
+            return None
+        return self.model.active_peft_config.base_model_name_or_path or "PATH_OF_THE_BASE_MODEL"
 
     def push_draft_to_hub(self, repo_id: str, **kwargs):
         """
@@ -73,7 +88,8 @@ class DraftCheckpoints(Trainer):
                 Repository to push to, such as `"me/Qwen3-4B-eagle3"`.
             kwargs (`dict`, *optional*):
                 Passed on to [`~export.push_draft`]. `scores` takes the place of the measurement; `base_model` names the
-                repository of the trained policy where `hub_model_id` does not.
+                repository of the trained policy where `hub_model_id` does not (with `adapter_of=None` if that of a LoRA
+                run holds it merged).
 
         Raises:
             ValueError: if there is no draft (yet), or it does not validate.
@@ -85,7 +101,9 @@ class DraftCheckpoints(Trainer):
             kwargs["scores"] = self._score_on_held_out_prompts()
         kwargs.setdefault("provenance", self._provenance())
         if self.args.hub_model_id:
-            kwargs.setdefault("base_model", self.args.hub_model_id)
+            kwargs.setdefault("base_model", self.hub_model_id or self.args.hub_model_id)
+        if "base_model" in kwargs:
+            kwargs.setdefault("adapter_of", self._adapter_of())
         return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
 
     def _provenance(self) -> dict[str, Any]:
@@ -159,7 +177,10 @@ class DraftCheckpoints(Trainer):
             shutil.rmtree(folder)
         # Before `super()`, which pushes the folder to the Hub when the user calls this.
         if self.draft_trainer is not None:
-            self.save_draft(folder)
+            os.makedirs(folder.parent, exist_ok=True)
+            # Set where the run pushes its policy, and with it the folder of the draft.
+            pushed_to = self.hub_model_id
+            self._write_draft(folder, pushed_to or str(folder.parent), in_policy_repo=pushed_to is not None)
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
