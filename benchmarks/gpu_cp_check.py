@@ -26,6 +26,7 @@ from trl_codraft.cp.kernels import choose_shard_kernel
 from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.cp.planner import plan_document
 from trl_codraft.cp.trunk import GatheredTrunk, TrunkStore, travelling_block
+from trl_codraft.modeling.documents import Documents, Mask
 from trl_codraft.modeling.flash_operators import installed_flash
 
 
@@ -98,8 +99,9 @@ def check_kernels(device, dtype):
 def kernel_errors(q, k, v, dout, q_lens, k_lens, causal, window):
     settings = {"causal": causal, "scale": q.shape[-1] ** -0.5}
     kernel = choose_shard_kernel(q, v, None if window is None else window - 1)
-    out, lse = kernel.forward(q, k, v, q_lens, k_lens, **settings)
-    ours = out, lse, *kernel.backward(dout, q, k, v, out, lse, q_lens, k_lens, **settings)
+    documents, mask = Documents(q_lens, k_lens), Mask(**settings)
+    out, lse = kernel.forward(q, k, v, documents, mask)
+    ours = out, lse, *kernel.backward(dout, q, k, v, out, lse, documents, mask)
     theirs = dense(q, k, v, dout, q_lens, k_lens, window=window, **settings)
     names = ("out", "lse", "dq", "dk", "dv")
     return {name: relative_error(one, other) for name, one, other in zip(names, ours, theirs, strict=True)}
@@ -198,11 +200,12 @@ def check_rings(arguments):
             draw(generator, length, arguments.kv_heads, arguments.head_dim, device=device, dtype=dtype)
             for _ in range(2)
         )
-        kernel, settings = choose_shard_kernel(q, v), {"causal": True, "scale": arguments.head_dim**-0.5}
+        kernel = choose_shard_kernel(q, v)
+        call = Documents([length], [length]), Mask(causal=True, scale=arguments.head_dim**-0.5)
 
-        def whole(q=q, k=k, v=v, dout=dout, kernel=kernel, settings=settings, length=length):
-            out, lse = kernel.forward(q, k, v, [length], [length], **settings)
-            return out, *kernel.backward(dout, q, k, v, out, lse, [length], [length], **settings)
+        def whole(q=q, k=k, v=v, dout=dout, kernel=kernel, call=call):
+            out, lse = kernel.forward(q, k, v, *call)
+            return out, *kernel.backward(dout, q, k, v, out, lse, *call)
 
         reference, whole_seconds = whole(), seconds(whole, arguments.repeats, device)
         for size in arguments.ranks:

@@ -76,6 +76,7 @@ def dense_update(draft, head, documents, args, steps):
         "draft/loss": loss.item() / denominator,
         "draft/grad_norm": norm.item(),
         "draft/learning_rate": args.learning_rate,
+        "draft/rows": sum(counters["rows"]),
         "draft/masked_rows": counters["masked_rows"],
         "draft/vocab_coverage": counters["coverage"] / counters["positions"],
         "draft/accept_length_sim": 1 + sum(counters["accept"]) / counters["accept_roots"],
@@ -131,7 +132,8 @@ def test_reduction_is_one_call_and_skips_only_on_the_reduced_count():
         metrics.append(trainer.step())
     assert len(calls) == 1
     assert_same(weights(twin), weights(alone), 1e-12)
-    assert metrics[1].pop("draft/masked_rows") == 2 * metrics[0].pop("draft/masked_rows")
+    for counted in ("draft/rows", "draft/masked_rows"):
+        assert metrics[1].pop(counted) == 2 * metrics[0].pop(counted)
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)
 
     # No rows here, but rows elsewhere: the update happens. No rows anywhere: it does not, and nothing advances.
@@ -158,7 +160,7 @@ def test_step_without_rows_anywhere_changes_nothing():
     for batch in (None, nothing):
         trainer.accumulate(batch)
         metrics = trainer.step()
-        assert set(metrics) == {"draft/masked_rows"}
+        assert metrics == {"draft/rows": 0, "draft/masked_rows": 0}
     trainer.step()
     assert_same(weights(draft), before)
     assert trainer.learning_rate == rate
@@ -231,6 +233,20 @@ def test_state_is_refused_between_accumulate_and_step_and_for_another_vocabulary
     full, _ = draft_case()
     with pytest.raises(ValueError, match="draft_vocab_size=40"):
         trainer_of(full, head).load_state_dict(trainer.state_dict())
+
+
+def test_state_of_a_frozen_draft_has_no_moments_for_one_that_learns():
+    """Frozen by `requires_grad_`: its optimizer has no weights, which torch refuses with an error of its own."""
+    frozen, head = draft_case()
+    state = trainer_of(frozen.requires_grad_(False), head).state_dict()
+    batch, _ = microbatch(frozen.config, *RAGGED, K)
+    trainer = trainer_of(draft_case(seed=9)[0], head)
+    trainer.accumulate(batch)
+    trainer.step()
+    assert not trainer.load_state_dict(state)
+    assert not trainer.optimizer.state
+    assert_same(weights(trainer.draft), weights(frozen))
+    assert trainer_of(frozen, head).load_state_dict(trainer.state_dict())  # which needs none
 
 
 def test_rollout_draft_is_a_cast_copy_that_follows_every_step():

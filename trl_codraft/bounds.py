@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
-# Characters of a value in an error; a model that is passed by mistake would fill pages.
-MAX_SHOWN = 200
-
-
-def shown(value: Any) -> str:
-    """A value as an error shows it: its beginning, where it is long."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+from .naming import shown
 
 
 @dataclass(frozen=True, kw_only=True)

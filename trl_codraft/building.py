@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .config import TRAINING_SETTINGS, CoDraftGRPOConfig
-from .modeling.checkpoint import check_fits_policy
+from .modeling.checkpoint import check_fits_policy, read_draft_config
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
-from .modeling.disk_config import config_from_disk
-from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .modeling.taps import decoder_of
 from .training import DraftTrainer, DraftTrainingArguments
 
 
@@ -76,7 +75,7 @@ def config_of_draft(
 ) -> Eagle3DraftConfig:
     """The configuration of what [`build_draft`] builds of the same arguments."""
     if isinstance(source, str):
-        return config_from_disk(read_config(resolve_folder(source)), policy.config.get_text_config())
+        return read_draft_config(source, policy.config.get_text_config())
     return fresh_config(args, policy) if source is None else source.config
 
 
@@ -84,6 +83,8 @@ def fresh_config(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> Eagle3Draf
     """The configuration of a fresh draft; what it refuses is named as the run's settings are."""
     shape = {field: getattr(args, setting) for field, setting in SHAPE_SETTINGS.items()}
     shape = {field: value for field, value in shape.items() if value is not None}
+    # Some families count attentions, of which a layer may have two.
+    shape["num_policy_layers"] = len(decoder_of(policy).layers)
     try:
         return Eagle3DraftConfig.from_policy(policy.config, **shape)
     except ValueError as error:

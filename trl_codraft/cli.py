@@ -2,26 +2,28 @@
 The command line: `trl-codraft grpo | export | validate | score | push`.
 
 `grpo` takes the arguments of the GRPO script, through `TrlParser`; the others have few of their own. All read `--config
-FILE.yaml`, whose entries count as options given before those of the command line. Mistakes of the user end with one line
-on stderr and exit status 1; `--traceback` shows where they were noticed. Once `grpo` trains, an error may be anything, so
-it keeps its traceback.
+FILE.yaml`, whose options those of the command line replace. Mistakes of the user end with one line on stderr and exit
+status 1; `--traceback` shows where they were noticed. Once `grpo` trains, an error may be anything, so it keeps its
+traceback.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+from .config_file import ConfigFileOption, option_value, read_config_file
 from .export import check_repo_id, export_draft, push_draft, score_draft
 from .model_card import SCORE_KEYS
 from .modeling.draft_folder import resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .policy_source import PolicySource
 from .validation import problems, validate_draft
 
 
@@ -41,18 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: exit status, 0 if all is well.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    arguments = [argument for argument in given if argument != TRACEBACK]
     prog = "trl-codraft"
+    shows_traceback = TRACEBACK in given
     try:
-        if arguments[:1] == ["grpo"]:
+        if [argument for argument in given if argument != TRACEBACK][:1] == ["grpo"]:
             prog = "trl-codraft grpo"
-            train = _grpo(arguments[1:])
+            train = _grpo([argument for argument in given if argument != TRACEBACK][1:])
         else:
-            args = _parser().parse_args(_with_config(arguments))
-            prog = f"trl-codraft {args.command}"
+            args = _parse(given)
+            prog, shows_traceback = f"trl-codraft {args.command}", args.traceback
             return args.run(args)
     except (ValueError, OSError) as error:
-        if TRACEBACK in given:
+        if shows_traceback:
             raise
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
@@ -60,27 +62,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _with_config(arguments: list[str]) -> list[str]:
-    """Replaces `--config FILE` by the options in the file, behind the command and before all others, which win."""
-    if "--config" not in arguments[:-1]:
-        return arguments
-    place = arguments.index("--config")
-    name, rest = arguments[place + 1], arguments[:place] + arguments[place + 2 :]
-    try:
-        content = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} must hold a mapping of options, such as `policy: me/policy`.")
-    options = []
-    for key, value in content.items():
-        option = "--" + str(key).replace("_", "-")
-        if value is True:
-            options.append(option)
-        elif value is not False:
-            for item in value if isinstance(value, list) else [value]:
-                options += [option, str(item)]
-    return [*rest[:1], *options, *rest[1:]]
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """
+    The options of the command line, and of the `--config` file it names. The line is parsed twice by argparse itself,
+    so that every spelling argparse knows is understood: once to learn the file and which options are given, and once
+    with the file's options in the place of the defaults.
+    """
+    scout = _parser()
+    for command in _commands(scout).values():
+        for action in command._actions:
+            if action.option_strings:
+                action.required, action.default = False, argparse.SUPPRESS
+        for group in command._mutually_exclusive_groups:
+            group.required = False
+    line = vars(scout.parse_args(arguments))
+    parser = _parser()
+    if "config" in line:
+        _apply_config(_commands(parser)[line["command"]], line["config"], line)
+    return parser.parse_args(arguments)
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the subcommands by name."""
+    return next(action for action in parser._actions if action.dest == "command").choices
+
+
+def _apply_config(command: argparse.ArgumentParser, name: str, line: Mapping[str, Any]) -> None:
+    """Puts the options of a file in the place of a command's defaults; of those on the line, the line's count."""
+    options = {action.dest: action for action in command._actions if action.option_strings}
+    settable = sorted(options.keys() - {"help", "config"})
+    found = {}
+    for key, value in read_config_file(name).items():
+        if key not in settable:
+            raise ValueError(
+                f"{name}: `{key}` is no option of `{command.prog}`, whose options are {', '.join(settable)}. Remove it, or "
+                "write arguments without `--` on the command line."
+            )
+        if value is not None:
+            found[key] = option_value(options[key], value, text_only=True)
+    for group in command._mutually_exclusive_groups:
+        together = [action.dest for action in group._group_actions if action.dest in found or action.dest in line]
+        if len(together) > 1:
+            raise ValueError(
+                f"{name} and the command line give {' and '.join(f'`{key}`' for key in together)}: keep one."
+            )
+        group.required = group.required and not together
+    for key in found.keys() - line.keys():
+        options[key].required = False
+        options[key].default = found[key]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,9 +119,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`trl-codraft COMMAND --help` lists the options of a command. All take `--traceback`, which shows where an "
         "error comes from.",
     )
+    parser.add_argument(TRACEBACK, action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Listed for --help only: the script has a parser of its own, so `main` hands the arguments on unread.
-    commands.add_parser("grpo", help="train a policy and its draft (all arguments of the GRPO script)", add_help=False)
+    grpo = commands.add_parser(
+        "grpo", help="train a policy and its draft (all arguments of the GRPO script)", add_help=False
+    )
+    grpo.set_defaults(run=lambda args: grpo.error("write `grpo` first"))
 
     export = _add_command(commands, "export", "rewrite a draft as one folder for vLLM, SGLang and speculators")
     export.add_argument("draft", help="folder or Hub repository of a draft in any EAGLE-3 layout")
@@ -134,14 +167,23 @@ def _parser() -> argparse.ArgumentParser:
 def _add_command(commands, name: str, purpose: str) -> argparse.ArgumentParser:
     description = purpose[0].upper() + purpose[1:] + "."
     parser = commands.add_parser(name, help=purpose, description=description, allow_abbrev=False)
-    # For --help only: both are taken out beforehand.
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; those of the command line win")
-    parser.add_argument(TRACEBACK, action="store_true", help="show where an error comes from")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action=ConfigFileOption,
+        help="YAML file with options; those of the command line win",
+    )
+    # Without a default: that would replace what was given before the command.
+    parser.add_argument(
+        TRACEBACK, action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
+    )
     return parser
 
 
 def _add_policy(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument("--policy", required=required, help="folder or Hub repository of the policy")
+    parser.add_argument(
+        "--policy", required=required, help="folder or Hub repository of the policy, or of its LoRA adapter"
+    )
 
 
 def _add_card(parser: argparse.ArgumentParser) -> None:
@@ -152,9 +194,11 @@ def _add_card(parser: argparse.ArgumentParser) -> None:
 
 
 def _card_arguments(args: argparse.Namespace) -> dict:
+    named = PolicySource.named(args.base_model) if args.base_model else PolicySource.find(args.policy)
     return {
         "dtype": DTYPES[args.dtype] if args.dtype else None,
-        "base_model": args.base_model or args.policy,
+        "base_model": named.name,
+        "adapter_of": named.adapter_of,
         "license": args.license,
         "scores": _read_scores(args.scores) if args.scores else None,
     }
@@ -171,7 +215,7 @@ def _read_scores(name: str) -> dict:
 
 
 def _load_policy(name: str) -> PreTrainedModel:
-    policy = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    policy = PolicySource.find(name).load_model()
     return policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -207,7 +251,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    policy_config = AutoConfig.from_pretrained(args.policy) if args.policy else None
+    policy_config = PolicySource.find(args.policy).load_config() if args.policy else None
     messages = validate_draft(resolve_folder(args.path), policy_config)
     found = problems(messages)
     for message in messages:
@@ -222,7 +266,7 @@ def _score(args: argparse.Namespace) -> int:
         policy,
         _load_draft(args.draft, policy),
         _read_prompts(args),
-        AutoTokenizer.from_pretrained(args.policy),
+        PolicySource.find(args.policy).load_tokenizer(),
         num_draft_tokens=args.num_draft_tokens,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

@@ -1,16 +1,19 @@
 """What works with what: refusals at construction, reasons why rollouts stay plain, warnings."""
 
+import inspect
 import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from accelerate.utils import DistributedType, DynamoBackend, is_peft_model
+from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module, is_peft_model
 from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
 from .config import DRAFT_SOURCE, CoDraftGRPOConfig
 from .modeling.modeling_eagle3 import Eagle3DraftModel
-from .modeling.taps import decoder_of
+from .modeling.taps import decoder_of, name_of
 from .rollout.stats import SpeculativeStats
 from .rollout.support import unsupported_reason
 from .vllm_rollouts import plain_vllm_reason
@@ -39,8 +42,17 @@ WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
 
 
 def base_policy(model: nn.Module) -> nn.Module:
-    """The causal language model itself, with PEFT adapters injected if there are any."""
+    """The causal language model itself, with PEFT adapters injected if there are any, whatever compiles it."""
+    if is_compiled_module(model):
+        model = model._orig_mod
     return model.get_base_model() if is_peft_model(model) else model
+
+
+def is_compiled(trainer: "CoDraftGRPOTrainer") -> bool:
+    """Whether `torch.compile` has to do with the policy: by the run's settings, or because the user called it."""
+    if trainer.args.torch_compile or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        return True
+    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in trainer.model.modules())
 
 
 def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: str | Eagle3DraftModel | None) -> None:
@@ -84,11 +96,6 @@ def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:
     Raises:
         ValueError: naming the setting and what to change.
     """
-    if trainer._is_vlm:
-        raise ValueError(
-            "The policy takes a processor (vision-language model): its image embeddings do not come from the token "
-            f"embedding that the draft reads. {WITHOUT_DRAFT}"
-        )
     if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
         raise ValueError(
             f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens, so hidden states and tokens no "
@@ -107,7 +114,88 @@ def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:
             "FSDP1 flattens the policy's parameters, so the draft cannot read its head and embedding. Set "
             f"`fsdp_version: 2` in the Accelerate config. {WITHOUT_DRAFT}"
         )
-    decoder_of(base_policy(trainer.model))
+    if trainer._is_vlm:
+        raise ValueError(_takes_images(f"{name_of(base_policy(trainer.model))} with a processor"))
+    refuse_policy(base_policy(trainer.model))
+    # In a pipeline the loss of experts is refused as such, and a rank may have none.
+    if trainer.aux_loss_enabled and trainer.args.pipeline_parallel_size == 1:
+        refuse_balancing(base_policy(trainer.model))
+
+
+def refuse_policy(policy: PreTrainedModel) -> None:
+    """
+    Raises for kinds of policies that no draft can follow, as their own structure tells.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The causal language model.
+
+    Raises:
+        ValueError: naming the policy and what to set instead.
+    """
+    name, config = name_of(policy), policy.config.get_text_config()
+    # `input_modalities` alone does not tell: text-only classes have it from their family.
+    modalities, arguments = policy.input_modalities, inspect.signature(policy.forward).parameters
+    modalities = {modalities} if isinstance(modalities, str) else set(modalities)
+    if modalities & {"image", "video"} and any(
+        "pixel_values" in argument or argument == "mm_encoder_outputs" for argument in arguments
+    ):
+        raise ValueError(_takes_images(name))
+    decoder_of(policy)
+    # Of a head that another stage owns there is nothing to see here; a configuration without a size is refused elsewhere.
+    width = getattr(policy.get_output_embeddings(), "in_features", None)
+    size = getattr(config, "hidden_size", None)
+    if None not in (width, size) and width != size:
+        raise ValueError(
+            f"The head of {name} reads vectors of {width} numbers, its layers have {size}: a draft, which has a head like it "
+            f"behind layers like them, fits neither. {WITHOUT_DRAFT}"
+        )
+    if not hasattr(config, "num_attention_heads"):
+        return  # purely recurrent, as it should be
+    layers = DynamicCache(config=config).layers
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        raise ValueError(
+            f"{name} is a hybrid with linear attention or state-space layers alone (`layer_types={config.layer_types}`), with "
+            "which `generate` of Transformers cannot tell how long a text is. Give it an attention layer: one in every few."
+        )
+
+
+def refuse_balancing(policy: PreTrainedModel) -> None:
+    """
+    Raises where TRL's load-balancing loss of experts reads what a family calls otherwise, which shows in the first loss.
+
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            A policy that TRL takes for a mixture of experts.
+
+    Raises:
+        ValueError: naming the policy and what to set instead.
+    """
+    config = policy.config.get_text_config()
+    missing = [name for name in ("num_experts", "num_experts_per_tok") if not hasattr(config, name)]
+    if missing or not _has_routers(policy):
+        what = f"`config.{missing[0]}`" if missing else "what its routers say"
+        raise ValueError(
+            f"TRL adds a load-balancing loss of experts (`router_aux_loss_coef`), for which it reads {what}, and "
+            f"{name_of(policy)} has no such thing. Set `router_aux_loss_coef=0.0`."
+        )
+
+
+def _has_routers(policy: PreTrainedModel) -> bool:
+    """Whether the policy has a module whose router logits Transformers records, as far as its code says which."""
+    recorded = (decoder_of(policy)._can_record_outputs or {}).get("router_logits")
+    if recorded is None:
+        return True
+    recorders = recorded if isinstance(recorded, (list, tuple)) else [recorded]
+    kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
+    return any(isinstance(module, kinds) for module in policy.modules())
+
+
+def _takes_images(who: str) -> str:
+    return (
+        f"{who} takes images (vision-language model): their embeddings do not come from the token embedding that the draft "
+        f"reads. {WITHOUT_DRAFT}"
+    )
 
 
 def refuse_cuda_graphs_elsewhere(trainer: "CoDraftGRPOTrainer") -> None:
@@ -165,10 +253,10 @@ def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | 
             f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA. "
             f"{instead}"
         )
-    if args.torch_compile or state.dynamo_plugin.backend != DynamoBackend.NO:
+    if is_compiled(trainer):
         return (
             "`torch_compile` cannot trace a forward that other ranks take part in. Set `torch_compile=False`, and "
-            "`dynamo_backend: 'NO'` in the Accelerate config."
+            "`dynamo_backend: 'NO'` in the Accelerate config, and pass a model that is not compiled."
         )
     if args.neftune_noise_alpha is not None:
         return "`neftune_noise_alpha` adds noise that depends on how long a forward is. Leave it unset."
@@ -234,8 +322,13 @@ def warn_about_unused_settings(args: CoDraftGRPOConfig) -> None:
         logger.warning_once(f"`use_draft=False`: {', '.join(unused)} without effect.")
 
 
-def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
-    """Warns once when a draft that trains happily cannot be of use."""
+def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool, args: CoDraftGRPOConfig) -> None:
+    """Warns once when a draft learns nothing, or trains happily and cannot be of use. The metrics are those of all ranks."""
+    if not metrics["draft/rows"]:
+        logger.warning_once(
+            f"The draft learned nothing in a step: {_why_nothing_taught(metrics, args)} Such steps leave it as it is and log "
+            "`draft/rows` 0 and no `draft/loss`."
+        )
     if metrics.get("draft/vocab_coverage", 1.0) < 0.9:
         logger.warning_once(
             "Less than 90% of the policy's probability (`draft/vocab_coverage`) lies in the draft vocabulary: the rest can "
@@ -247,6 +340,20 @@ def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool) -> None:
             "nothing that the policy accepts. Check that it was trained for this policy and that its tap layers are "
             "numbered as in vLLM (`trl-codraft validate`)."
         )
+
+
+def _why_nothing_taught(metrics: dict[str, float], args: CoDraftGRPOConfig) -> str:
+    """Why no token of a step counted for the draft, and what to set."""
+    if metrics["draft/masked_rows"]:
+        return (
+            "wherever it could have, the policy's first choice lies outside its vocabulary. Raise `draft_vocab_size`."
+        )
+    if args.mask_truncated_completions:
+        return (
+            "`mask_truncated_completions=True` hides truncated completions from policy and draft, and all were. Raise "
+            f"`max_completion_length={args.max_completion_length}`, or set `mask_truncated_completions=False`."
+        )
+    return "no completion had a token that the policy chose itself and that follows two others."
 
 
 def warn_about_collapse(stats: SpeculativeStats, simulated: float | None, speculated_well: bool) -> None:

@@ -1,5 +1,5 @@
 """
-Context parallelism in the trainer: what is refused, what the ranks agree on, and how they join.
+Context parallelism in the trainer: what is refused, and how ranks join.
 
 To TRL and Accelerate all ranks stay data-parallel workers; see `grouped_loss.py` for the losses and `cp/sharding.py`
 for the forward on shards.
@@ -13,7 +13,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,7 +22,7 @@ from .config import CoDraftGRPOConfig
 from .cp.draft import sharded_draft_loss
 from .cp.probe import disagreement_with_plain, unsupported_by_shards
 from .cp.sharding import ContextSharding
-from .group import new_loss_group, require_same, warn_if_groups_cross_nodes
+from .group import new_loss_group, warn_if_groups_cross_nodes
 from .grouped_loss import TRAVELLING_TENSORS
 from .modeling.losses import draft_loss
 from .pp import two_layer_copy
@@ -34,26 +33,6 @@ if TYPE_CHECKING:
     from .trainer import CoDraftGRPOTrainer
 
 INSTEAD = "Set `context_parallel_size=1`."
-
-# What ranks that share a microbatch must have in common, besides the schedule of `grouped_loss.py`.
-SETTINGS = (
-    "context_parallel_size",
-    "context_parallel_layout",
-    "context_parallel_trunk",
-    "use_draft",
-    "draft_train",
-    "draft_ttt_steps",
-    "draft_ttt_decay",
-    "draft_tap_layers",
-    "draft_num_hidden_layers",
-    "draft_train_on_prompt",
-    "draft_shard_optimizer",
-    "loss_type",
-    "temperature",
-    "max_steps",
-    "gradient_checkpointing",
-    "router_aux_loss_coef",
-)
 
 
 def require_divisible_world(args: CoDraftGRPOConfig) -> None:
@@ -125,7 +104,6 @@ def require_shards(trainer: "CoDraftGRPOTrainer") -> None:
     reason = unsupported_with_shards(trainer)
     if reason is not None:
         raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {reason}")
-    require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
     # One rank looks: under FSDP2 the others may not have the weights yet. Of a policy in parts it has no more than one.
     verdict, failure = [None], None
     if accelerator.is_main_process:

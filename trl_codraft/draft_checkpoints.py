@@ -6,32 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object, is_peft_model
 from transformers import Trainer
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
-from .building import SHAPE_SETTINGS
 from .compatibility import base_policy
 from .export import check_repo_id, export_draft, push_draft, score_draft
-from .modeling.configuration_eagle3 import Eagle3DraftConfig
-from .modeling.disk_config import config_from_disk
-from .modeling.draft_folder import read_config, resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .prompt_column import held_out_prompts
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.support import unsupported_reason
+from .saved_draft import DRAFT_FOLDER, DRAFT_STATE_NAME, SavedDraft, find_draft, read_draft, write_state
 from .training import DraftTrainer
 
 
 logger = logging.get_logger(__name__)
 
-DRAFT_FOLDER = "draft"
-DRAFT_STATE_NAME = "draft_state.pt"
-# What the draft's weights mean, by the setting that chooses it in a run; the policy settles the rest.
-MEANING_SETTINGS = {
-    **SHAPE_SETTINGS,
-    "norm_before_residual": "draft_model_name_or_path",
-    "norm_before_fc": "draft_model_name_or_path",
-}
 # Prompts of the evaluation set that the model card's accept length is measured on.
 HELD_OUT_PROMPTS = 64
 
@@ -49,8 +40,9 @@ class DraftCheckpoints(Trainer):
     draft_model: Eagle3DraftModel | None
     draft_trainer: DraftTrainer | None
     _decoder: SpeculativeDecoder
-    _draft_checkpoint: str | None
+    _draft_to_resume: SavedDraft | None
     _draft_is_fresh: bool
+    _told_draft_size = False
 
     def save_draft(self, path: str | os.PathLike) -> None:
         """
@@ -63,12 +55,27 @@ class DraftCheckpoints(Trainer):
         Raises:
             ValueError: if there is no draft (yet), or it does not validate.
         """
+        self._write_draft(path, self.args.hub_model_id or self.args.output_dir)
+
+    def _write_draft(self, path: str | os.PathLike, policy_name: str, in_policy_repo: bool = False) -> None:
+        """Writes the draft of the policy as it has become, which lies elsewhere than the one it started from."""
         self._require_draft()
         if self.args.should_save:
-            # The draft is for the policy as it has become, not for the one it started from.
-            base_model = self.args.hub_model_id or self.args.output_dir
-            policy = base_policy(self.model)
-            export_draft(self.draft_model, policy, path, base_model=base_model, provenance=self._provenance())
+            export_draft(
+                self.draft_model,
+                base_policy(self.model),
+                path,
+                base_model=policy_name,
+                adapter_of=self._adapter_of(),
+                in_policy_repo=in_policy_repo,
+                provenance=self._provenance(),
+            )
+
+    def _adapter_of(self) -> str | None:
+        """The model that this run's policy is an adapter of, `None` where it is a whole model."""
+        if not is_peft_model(self.model):
+            return None
+        return self.model.active_peft_config.base_model_name_or_path or "PATH_OF_THE_BASE_MODEL"
 
     def push_draft_to_hub(self, repo_id: str, **kwargs):
         """
@@ -81,7 +88,8 @@ class DraftCheckpoints(Trainer):
                 Repository to push to, such as `"me/Qwen3-4B-eagle3"`.
             kwargs (`dict`, *optional*):
                 Passed on to [`~export.push_draft`]. `scores` takes the place of the measurement; `base_model` names the
-                repository of the trained policy where `hub_model_id` does not.
+                repository of the trained policy where `hub_model_id` does not (with `adapter_of=None` if that of a LoRA
+                run holds it merged).
 
         Raises:
             ValueError: if there is no draft (yet), it does not validate, or `repo_id` can be no repository.
@@ -94,7 +102,9 @@ class DraftCheckpoints(Trainer):
             kwargs["scores"] = self._score_on_held_out_prompts()
         kwargs.setdefault("provenance", self._provenance())
         if self.args.hub_model_id:
-            kwargs.setdefault("base_model", self.args.hub_model_id)
+            kwargs.setdefault("base_model", self.hub_model_id or self.args.hub_model_id)
+        if "base_model" in kwargs:
+            kwargs.setdefault("adapter_of", self._adapter_of())
         return push_draft(self.draft_model, base_policy(self.model), repo_id, **kwargs)
 
     def _provenance(self) -> dict[str, Any]:
@@ -155,81 +165,149 @@ class DraftCheckpoints(Trainer):
                 "`train()` first."
             )
 
+    # Writing
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        folder = Path(output_dir or self.args.output_dir) / DRAFT_FOLDER
+        # Of an earlier run into this folder. A resume would read it in the place of what is saved now.
+        if self.args.should_save and self.draft_trainer is not None:
+            (folder / DRAFT_STATE_NAME).unlink(missing_ok=True)
+        elif (
+            self.args.should_save and _internal_call and output_dir is not None and find_draft(output_dir).lack is None
+        ):
+            shutil.rmtree(folder)
         # Before `super()`, which pushes the folder to the Hub when the user calls this.
         if self.draft_trainer is not None:
-            self.save_draft(Path(output_dir or self.args.output_dir) / DRAFT_FOLDER)
+            os.makedirs(folder.parent, exist_ok=True)
+            # Set where the run pushes its policy, and with it the folder of the draft.
+            pushed_to = self.hub_model_id
+            self._write_draft(folder, pushed_to or str(folder.parent), in_policy_repo=pushed_to is not None)
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.draft_trainer is None:
             return
-        # On every rank: they may share the state of the draft's optimizer.
+        # On every rank: they may share the state of the draft's optimizer. A run that is stopped may save within an
+        # accumulation window, of which Transformers keeps no gradients either.
         state = {
-            "draft_trainer": self.draft_trainer.state_dict(keep=self.args.should_save),
+            "draft_trainer": self.draft_trainer.state_dict(
+                keep=self.args.should_save, moments=self.args.draft_save_optimizer, mid_window=True
+            ),
             "controller": self._decoder.controller.state_dict(),
         }
         if self.args.should_save:
-            torch.save(state, Path(output_dir) / DRAFT_FOLDER / DRAFT_STATE_NAME)
+            write_state(Path(output_dir) / DRAFT_FOLDER, state)
+            self._tell_draft_size(Path(output_dir), state["draft_trainer"])
+
+    def _tell_draft_size(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Says once what the draft adds to every checkpoint; a warning where that is more than all the rest."""
+        if self._told_draft_size:
+            return
+        self._told_draft_size = True
+        folder = checkpoint / DRAFT_FOLDER
+        draft = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        rest = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) - draft
+        moments = state["optimizer"]["state"].values() if state["optimizer"] is not None else ()
+        optimizer = sum(tensor.nbytes for moment in moments for tensor in moment.values())
+        say = logger.warning if draft > rest else logger.info
+        say(
+            f"Each checkpoint has {draft:,} bytes of the draft and {rest:,} of everything else: in {folder}, "
+            f"{draft - optimizer:,} bytes are its weights (for servers, and in {DRAFT_STATE_NAME} as they are trained) and "
+            f"{optimizer:,} the state of its optimizer, which `draft_save_optimizer=False` leaves out."
+        )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        draft = Path(checkpoint_folder) / DRAFT_FOLDER
-        if draft.is_dir() and self.is_world_process_zero():
+        saved = find_draft(checkpoint_folder)
+        if saved.lack is None and self.is_world_process_zero() and self._pushes_now():
             target = Path(self.args.output_dir) / DRAFT_FOLDER
-            shutil.copytree(draft, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(DRAFT_STATE_NAME))
+            shutil.copytree(saved.folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(DRAFT_STATE_NAME))
         super()._push_from_checkpoint(checkpoint_folder)
+
+    def _pushes_now(self) -> bool:
+        """Whether Transformers pushes at this save: an upload that still runs reads the files that would change."""
+        waits = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        return self.args.hub_strategy != HubStrategy.END and (self.args.hub_always_push or not waits)
+
+    # Reading
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.draft_model is None or checkpoint is None:
             return
-        if not (Path(checkpoint) / DRAFT_FOLDER).is_dir():
-            logger.warning(f"{checkpoint} holds no draft: the policy resumes, and the draft starts as in a new run.")
-            return
+        instead = "the draft starts as in a new run" if self.draft_trainer is None else "the draft stays as it is"
         # Applied when training begins: the draft's optimizer does not exist before.
-        self._draft_checkpoint = checkpoint
+        self._draft_to_resume = self._find_draft(checkpoint, f"The policy resumes, and {instead}")
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        if self.draft_trainer is not None:
-            self._load_draft(self.state.best_model_checkpoint)
+        if self.draft_trainer is None:
+            return
+        checkpoint = self.state.best_model_checkpoint
+        instead = "The policy is the best one, and the draft stays that of the last step"
+        saved = self._find_draft(checkpoint, instead)
+        if saved is None:
+            return
+        try:
+            state = self._read_draft(saved)
+        except ValueError as error:
+            # The run is over, and has to end with what it has.
+            self._warn(f"{checkpoint}: {error} {instead}.")
+            return
+        self._load_draft(state)
 
-    def _load_draft(self, checkpoint: str) -> None:
-        folder = Path(checkpoint) / DRAFT_FOLDER
+    def _find_draft(self, checkpoint: str, instead: str) -> SavedDraft | None:
+        """
+        The draft of a checkpoint; None, with a warning that says what happens `instead`, if it is not there. Collective:
+        there is what every rank sees.
+        """
+        here = find_draft(checkpoint)
+        everywhere = gather_object([here])
+        blind = {rank: saved.lack for rank, saved in enumerate(everywhere) if saved.lack is not None}
+        if blind:
+            where = "" if len(blind) == len(everywhere) else f" on rank {', '.join(map(str, blind))}"
+            lack = next(iter(blind.values()))
+            self._warn(f"The checkpoint {checkpoint} holds no draft{where}: {lack}. {instead}.")
+            return None
+        return SavedDraft(here.folder, None, all(saved.has_state for saved in everywhere))
+
+    def _read_draft(self, saved: SavedDraft) -> dict[str, Any]:
+        """
+        Reads the draft of a checkpoint. Collective: if one rank cannot, all raise what it says.
+
+        Raises:
+            ValueError: if it is not this run's draft, or damaged.
+        """
         policy_config = base_policy(self.model).config.get_text_config()
-        check_same_draft(config_from_disk(read_config(resolve_folder(folder)), policy_config), self.draft_model.config)
-        if not (folder / DRAFT_STATE_NAME).is_file():
-            logger.warning(
-                f"{folder} holds the draft's weights but not the state of its optimizer (`save_only_model=True`): its "
+        state, failure = None, None
+        # Mapped where a rank copies its share of the moments: each reads no more of the file than it needs.
+        mapped = self.args.draft_shard_optimizer and self.args.world_size > 1
+        try:
+            state = read_draft(saved, self.draft_model.config, policy_config, mapped=mapped)
+        except ValueError as error:
+            failure = error
+        failures = [text for text in gather_object([None if failure is None else str(failure)]) if text is not None]
+        if failures:
+            raise ValueError(failures[0]) from failure
+        return state
+
+    def _load_draft(self, state: dict[str, Any]) -> None:
+        """Goes on with what [`~saved_draft.read_draft`] has read."""
+        if "weights" in state:
+            self._warn(
+                "The checkpoint holds the draft's weights but not the state of its training (`save_only_model=True`): its "
                 "moments and schedule start anew."
             )
-            self.draft_model.load_state_dict(Eagle3DraftModel.from_pretrained(str(folder)).state_dict())
-            self.draft_trainer.refresh_rollout_draft()
+            self.draft_trainer.load_weights(state["weights"])
             return
-        # On the CPU: AdamW's step counters belong there, and loading moves the moments to the weights' device. Mapped where a
-        # rank copies its share of them: each reads no more of the file than it needs.
-        mapped = self.draft_trainer.shares_state
-        state = torch.load(folder / DRAFT_STATE_NAME, map_location="cpu", weights_only=True, mmap=mapped)
-        self.draft_trainer.load_state_dict(state["draft_trainer"])
+        if not self.draft_trainer.load_state_dict(state["draft_trainer"]):
+            self._warn(
+                "The checkpoint was saved without the state of the draft's optimizer (`draft_save_optimizer=False`), or with "
+                "that of other weights: the draft goes on with fresh moments."
+            )
         self._decoder.controller.load_state_dict(state["controller"])
 
-
-def check_same_draft(saved: Eagle3DraftConfig, own: Eagle3DraftConfig) -> None:
-    """
-    Refuses to continue with weights that mean something else in this run, even where their shapes agree.
-
-    Raises:
-        ValueError: naming what differs and the settings to put back.
-    """
-    different = {
-        field: setting for field, setting in MEANING_SETTINGS.items() if getattr(saved, field) != getattr(own, field)
-    }
-    if different:
-        values = ", ".join(
-            f"`{field}` {getattr(saved, field)} there, {getattr(own, field)} here" for field in different
-        )
-        settings = ", ".join(f"`{setting}`" for setting in dict.fromkeys(different.values()))
-        raise ValueError(
-            f"The checkpoint's draft is not the draft of this run: {values}. Set {settings} as in the run that wrote it."
-        )
+    def _warn(self, text: str) -> None:
+        """What all ranks have found alike, said by one."""
+        if self.is_world_process_zero():
+            logger.warning(text)

@@ -4,7 +4,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
-from .bounds import shown
+from .naming import shown
 
 
 def build_schedule(

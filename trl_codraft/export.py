@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .bounds import shown
 from .model_card import draft_card
 from .modeling.checkpoint import check_fits_policy, save_draft
 from .modeling.modeling_eagle3 import Eagle3DraftModel
+from .naming import few, shown
+from .policy_source import merged_name
 from .rollout.speculative import speculative_generate
 from .rollout.stats import SpeculativeStats
 from .validation import problems, validate_draft
@@ -37,6 +39,8 @@ def export_draft(
     dtype: torch.dtype | None = None,
     repo_id: str | None = None,
     base_model: str | None = None,
+    adapter_of: str | None = None,
+    in_policy_repo: bool = False,
     scores: Mapping[str, Any] | None = None,
     license: str | None = None,
     tags: Sequence[str] = (),
@@ -60,6 +64,10 @@ def export_draft(
             Where the draft will live; stands in the card's commands.
         base_model (`str`, *optional*):
             Repository id or path of the policy; defaults to where the policy was loaded from.
+        adapter_of (`str`, *optional*):
+            The base model, if `base_model` is a LoRA adapter. Card and `config.json` then name the two merged.
+        in_policy_repo (`bool`, *optional*, defaults to `False`):
+            Whether the draft is pushed as the folder `draft` of the policy's repository, for the card.
         scores (`Mapping[str, Any]`, *optional*):
             What [`score_draft`] measured, for the card.
         license (`str`, *optional*):
@@ -84,13 +92,17 @@ def export_draft(
     def check(folder: Path) -> None:
         messages = validate_draft(folder, policy)
         if problems(messages):
-            raise ValueError("The draft is not written, servers would misread it: " + "; ".join(problems(messages)))
+            raise ValueError("The draft is not written, servers would misread it: " + few(problems(messages), "; "))
         notes.extend(messages)
 
     card = draft_card(
         draft.config,
         repo_id=repo_id,
+        path=os.fspath(path),
         base_model=base_model,
+        adapter_of=adapter_of,
+        policy_class=type(policy).__name__ if hasattr(transformers, type(policy).__name__) else "AutoModelForCausalLM",
+        in_policy_repo=in_policy_repo,
         scores=scores,
         license=license,
         tags=tuple(tags),
@@ -100,7 +112,7 @@ def export_draft(
         draft,
         path,
         dtype=dtype or policy.dtype,
-        base_model=base_model,
+        base_model=base_model if adapter_of is None else merged_name(base_model),
         base_architectures=policy.config.architectures or [type(policy).__name__],
         num_draft_tokens=num_draft_tokens,
         texts={"README.md": card},

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
+from .agreement import common_settings
 from .group import (
     Header,
     LossGroup,
@@ -57,18 +58,6 @@ TRAVELLING_TENSORS = (
 # What `GRPOTrainer._compute_loss` writes to besides its metrics: the adaptive entropy controller.
 CONTROLLER_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
-# Arguments that decide what is computed when, and in which shapes.
-SCHEDULE = (
-    "num_iterations",
-    "steps_per_generation",
-    "gradient_accumulation_steps",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "num_generations",
-    "beta",
-    "top_entropy_quantile",
-)
-
 
 class GroupedLoss(KnownProgress):
     """
@@ -107,7 +96,7 @@ class GroupedLoss(KnownProgress):
         Raises:
             ValueError: on all ranks, if their arguments differ.
         """
-        loss_group.require_same({name: getattr(self.args, name) for name in SCHEDULE})
+        loss_group.require_same(common_settings(self.args))
         self.loss_group, self.sharding = loss_group, sharding
         if self.accelerator.is_fsdp2:
             # Each backward reduces and frees its gradients: otherwise whole gradients pile up over micro-steps too.

@@ -1,6 +1,8 @@
 """The README of a draft: what it drafts for, how well, and how to serve it."""
 
+import json
 import os
+import shlex
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .modeling.configuration_eagle3 import Eagle3DraftConfig
 from .modeling.disk_config import server_default_tap_layers
+from .policy_source import holds_adapter, merged_name
 
 
 CITATIONS = """\
@@ -37,6 +40,12 @@ CITATIONS = """\
 SAMPLING_HINT = (
     'Where it mostly samples, add `"draft_sample_method": "probabilistic"` to the configuration: vLLM drafts greedily by '
     "default, and of a greedy draft less is accepted at temperatures above 0."
+)
+
+
+ADAPTER_HINT = (
+    "The policy is a LoRA adapter. Serve it merged into its base model: vLLM's table of features lists LoRA and speculative "
+    "decoding as incompatible, and SGLang takes them together in recent releases alone. Once:"
 )
 
 
@@ -67,17 +76,49 @@ def serve_commands(draft: str, policy: str, num_draft_tokens: int = 3) -> dict[s
     Returns:
         `dict[str, str]`: for `"vllm"` and `"sglang"`.
     """
+    config = {"method": "eagle3", "model": draft, "num_speculative_tokens": num_draft_tokens}
+    policy, draft = shlex.quote(policy), shlex.quote(draft)
     return {
-        "vllm": (
-            f"vllm serve {policy} --speculative-config "
-            f'\'{{"method": "eagle3", "model": "{draft}", "num_speculative_tokens": {num_draft_tokens}}}\''
-        ),
+        "vllm": f"vllm serve {policy} --speculative-config {shlex.quote(json.dumps(config))}",
         "sglang": (
             f"python -m sglang.launch_server --model-path {policy} --speculative-algorithm EAGLE3 \\\n"
             f"    --speculative-draft-model-path {draft} --speculative-num-steps {num_draft_tokens} \\\n"
             f"    --speculative-eagle-topk 1 --speculative-num-draft-tokens {num_draft_tokens + 1}"
         ),
     }
+
+
+def merge_command(adapter: str, base: str, policy_class: str = "AutoModelForCausalLM") -> str:
+    """
+    The command line that merges a LoRA adapter into its base model.
+
+    Args:
+        adapter (`str`):
+            Folder or repository id of the adapter.
+        base (`str`):
+            Folder or repository id of its base model.
+        policy_class (`str`, *optional*, defaults to `"AutoModelForCausalLM"`):
+            Class of Transformers that the base model is of.
+
+    Returns:
+        `str`: writes the folder [`~policy_source.merged_name`], with the tokenizer.
+    """
+    merged = json.dumps(merged_name(adapter))
+    # A run's folder has the tokenizer beside the adapter, also where it is still to be written; others may lack it.
+    lacks_tokenizer = holds_adapter(adapter) and not os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))
+    lines = [
+        "from peft import PeftModel",
+        f"from transformers import AutoTokenizer, {policy_class}",
+        f'base = {policy_class}.from_pretrained({json.dumps(base)}, dtype="auto")',
+        f"PeftModel.from_pretrained(base, {json.dumps(adapter)}).merge_and_unload().save_pretrained({merged})",
+        f"AutoTokenizer.from_pretrained({json.dumps(base if lacks_tokenizer else adapter)}).save_pretrained({merged})",
+    ]
+    return "python -c " + shlex.quote("\n".join(lines))
+
+
+def download_command(repo_id: str) -> str:
+    """The command line that fetches a draft lying in the folder `draft` of its policy's repository."""
+    return f"hf download {shlex.quote(repo_id)} --include 'draft/*' --local-dir {shlex.quote(repo_id.split('/')[-1])}"
 
 
 def limits(config: Eagle3DraftConfig) -> list[str]:
@@ -101,7 +142,11 @@ def draft_card(
     config: Eagle3DraftConfig,
     *,
     repo_id: str | None = None,
+    path: str | None = None,
     base_model: str | None = None,
+    adapter_of: str | None = None,
+    policy_class: str = "AutoModelForCausalLM",
+    in_policy_repo: bool = False,
     scores: Mapping[str, Any] | None = None,
     license: str | None = None,
     tags: tuple[str, ...] = (),
@@ -115,9 +160,17 @@ def draft_card(
             The draft's configuration.
         repo_id (`str`, *optional*):
             Where the draft will live; stands in the commands.
+        path (`str`, *optional*):
+            Folder of a draft without a repository of its own; stands in the commands.
         base_model (`str`, *optional*):
             Repository id of the policy. A local path is shown in the commands but kept out of the metadata, which
             takes repository ids only.
+        adapter_of (`str`, *optional*):
+            The base model, if `base_model` is a LoRA adapter. The card then serves the two merged.
+        policy_class (`str`, *optional*, defaults to `"AutoModelForCausalLM"`):
+            Class of Transformers that merges an adapter.
+        in_policy_repo (`bool`, *optional*, defaults to `False`):
+            Whether the draft is pushed as the folder `draft` of the policy's repository.
         scores (`Mapping[str, Any]`, *optional*):
             What [`score_draft`] measured on held-out prompts; at least [`SCORE_KEYS`].
         license (`str`, *optional*):
@@ -137,15 +190,24 @@ def draft_card(
         pipeline_tag="text-generation",
         tags=["eagle3", "speculative-decoding", "trl-codraft", *tags],
     )
-    draft, policy = repo_id or "PATH_OF_THIS_DRAFT", base_model or "PATH_OF_THE_POLICY"
-    commands = serve_commands(draft, policy, (scores or {}).get("num_draft_tokens", 3))
+    policy = base_model or "PATH_OF_THE_POLICY"
+    draft, served, before = repo_id or path or "PATH_OF_THIS_DRAFT", policy, []
+    if in_policy_repo and is_repo:
+        draft = f"{base_model.split('/')[-1]}/draft"
+        before.append(
+            f"The draft lies in the policy's repository:\n\n```bash\n{download_command(base_model)}\n```\n\n"
+        )
+    if adapter_of is not None:
+        served = merged_name(policy)
+        before.append(f"{ADAPTER_HINT}\n\n```bash\n{merge_command(policy, adapter_of, policy_class)}\n```\n\n")
+    commands = serve_commands(draft, served, (scores or {}).get("num_draft_tokens", 3))
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {repo_id.split('/')[-1] if repo_id else 'EAGLE-3 draft'}",
         f"An EAGLE-3 draft for speculative decoding with `{policy}`, written by `trl-codraft`. It proposes tokens; the policy "
         "verifies them, so its output distribution does not change.",
         f"## Accept length\n\n{_score_table(scores)}",
-        f"## Serve\n\nvLLM:\n\n```bash\n{commands['vllm']}\n```\n\n{SAMPLING_HINT}\n\n"
+        f"## Serve\n\n{''.join(before)}vLLM:\n\n```bash\n{commands['vllm']}\n```\n\n{SAMPLING_HINT}\n\n"
         f"SGLang:\n\n```bash\n{commands['sglang']}\n```",
     ]
     if limits(config):

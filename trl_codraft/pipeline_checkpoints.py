@@ -95,7 +95,8 @@ class PipelineCheckpoints(Trainer):
     def _reads_anew(self, folder: str) -> bool:
         """
         Whether a checkpoint has to be read as `from_pretrained` reads it. Transformers, when a run resumes or takes its best
-        model, leaves weights as they are whose names on disk are others than in memory, as those of experts, and warns.
+        model, leaves weights as they are whose names on disk are others than in memory, as those of experts, and warns. That
+        is the one thing in which a run with `use_draft=False` is not TRL's.
         """
         if is_peft_model(self.model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return False
@@ -108,9 +109,11 @@ class PipelineCheckpoints(Trainer):
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         keep = self.pipelining.parts.cut if self._in_parts else lambda whole: []
         saved = load_part(type(policy), folder, keep, dtype=dtype)
+        # With the buffers that checkpoints hold, such as what balances experts.
+        theirs = saved.state_dict()
         with torch.no_grad():
-            for own, theirs in zip(policy.parameters(), saved.parameters(), strict=True):
-                own.copy_(theirs)
+            for name, own in policy.state_dict().items():
+                own.copy_(theirs[name])
 
     # The optimizer
 

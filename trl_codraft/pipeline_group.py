@@ -1,5 +1,5 @@
 """
-Pipeline parallelism in the trainer: what is refused, what the ranks agree on, and how they join.
+Pipeline parallelism in the trainer: what is refused, and how ranks join.
 
 To TRL and Accelerate all ranks stay data-parallel workers; see `pipelined_loss.py` for the losses and `pp/` for the parts.
 """
@@ -22,7 +22,7 @@ from .config import CoDraftGRPOConfig
 from .context_group import require_shards
 from .cp.rotary import rotary_by_length
 from .cp.sharding import ContextSharding
-from .group import LossGroup, new_loss_group, require_same
+from .group import LossGroup, new_loss_group
 from .grouped_loss import TRAVELLING_TENSORS
 from .modeling.taps import decoder_of
 from .pipeline_part import PolicyParts, layers_of_stages, place_in_pipeline
@@ -54,33 +54,6 @@ logger = logging.get_logger(__name__)
 INSTEAD = "Set `pipeline_parallel_size=1`."
 # Of the training set, that memory is planned for.
 PLANNED_PROMPTS = 256
-# What the ranks of a run must have in common before they split a policy, besides the schedule of `grouped_loss.py`.
-SETTINGS = (
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "gradient_accumulation_steps",
-    "pipeline_schedule",
-    "layers_per_stage",
-    "pipeline_replica",
-    "pipeline_shard_optimizer",
-    "draft_shard_optimizer",
-    "tap_channel_slots",
-    "use_draft",
-    "draft_train",
-    "draft_ttt_steps",
-    "draft_tap_layers",
-    "draft_vocab_size",
-    "draft_num_hidden_layers",
-    "draft_fc_norm",
-    "draft_norm_output",
-    "draft_train_on_prompt",
-    "loss_type",
-    "temperature",
-    "max_steps",
-    "max_grad_norm",
-    "gradient_checkpointing",
-    "optim",
-)
 
 
 def join_pipeline_group(trainer: "CoDraftGRPOTrainer", parts: PolicyParts | None) -> None:
@@ -100,7 +73,6 @@ def join_pipeline_group(trainer: "CoDraftGRPOTrainer", parts: PolicyParts | None
     reason = unsupported_in_stages(trainer)
     if reason is not None:
         raise ValueError(f"`pipeline_parallel_size={args.pipeline_parallel_size}` is not possible: {reason}")
-    require_same(dist.group.WORLD, {name: getattr(args, name) for name in SETTINGS})
     verify_split(policy)
     rotary_by_length(policy)
     if args.context_parallel_size > 1:

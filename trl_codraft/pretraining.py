@@ -304,7 +304,8 @@ def count_tokens(trainer: "CoDraftGRPOTrainer", rollouts: list[Rollout]) -> torc
     if own:
         sequences += trainer._tokenize_prompts(own)[0]
     for ids in sequences:
-        counts += torch.bincount(torch.as_tensor(ids, dtype=torch.long), minlength=vocab_size)
+        # A head with more rows than the vocabulary may have sampled one of them: it is no token of the draft's.
+        counts += torch.bincount(torch.as_tensor(ids, dtype=torch.long), minlength=vocab_size)[:vocab_size]
     return trainer.accelerator.reduce(counts.to(trainer.accelerator.device), reduction="sum").cpu()
 
 

@@ -7,19 +7,16 @@ With NCCL the watchdog ends a process that waits too long without an exception, 
 then there is nothing to add to.
 """
 
-import functools
-import inspect
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from trl import GRPOTrainer
-
-from .group import attributes_set
+from trl.trainer import grpo_trainer
 
 
 # In the order in which a micro-step goes through them.
@@ -125,22 +122,33 @@ class KnownProgress(GRPOTrainer):
         if self._board is not None:
             self._board.note(self._micro_step, stage)
 
-    def _noting(self, function: Callable, stage: str) -> Callable:
-        """The same function, after which a stage is reached."""
+    @contextmanager
+    def _noted_at_gather(self, owner: Any, stage: str) -> Iterator[None]:
+        """
+        Within it, a stage is reached where TRL first waits for other ranks: `owner.gather` is the collective behind the
+        callables that users pass, which TRL gets as they are.
+        """
+        gather = owner.gather
 
-        @functools.wraps(function)
-        def noting(*args, **kwargs):
-            result = function(*args, **kwargs)
+        def noting_gather(tensor):
             self._note(stage)
-            return result
+            return gather(tensor)
 
-        return noting
+        own = vars(owner).get("gather")  # `None` for a method of the class
+        owner.gather = noting_gather
+        try:
+            yield
+        finally:
+            if own is None:
+                del owner.gather
+            else:
+                owner.gather = own
 
     def _generate(self, prompts):
         self._note("rollouts")
-        if self.rollout_func is None:
+        if self.rollout_func is None or self._board is None:
             return super()._generate(prompts)
-        with attributes_set(self, rollout_func=self._noting(self.rollout_func, "rollouts done")):
+        with self._noted_at_gather(self.accelerator, "rollouts done"):
             return super()._generate(prompts)
 
     def _generate_single_turn(self, *args, **kwargs):
@@ -150,11 +158,10 @@ class KnownProgress(GRPOTrainer):
 
     def _calculate_rewards(self, *args):
         self._note("rewards")
-        *others, last = self.reward_funcs
-        if self._board is None or isinstance(last, nn.Module) or inspect.iscoroutinefunction(last):
+        if self._board is None:
             return super()._calculate_rewards(*args)
         # TRL runs the functions and gathers what they return in one go.
-        with attributes_set(self, reward_funcs=[*others, self._noting(last, "rewards done")]):
+        with self._noted_at_gather(grpo_trainer, "rewards done"):
             return super()._calculate_rewards(*args)
 
     def _prepare_inputs(self, generation_batch):

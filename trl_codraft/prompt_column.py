@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
 
-from .bounds import shown
+from .naming import shown
 
 
 if TYPE_CHECKING:

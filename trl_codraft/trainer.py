@@ -22,10 +22,12 @@ from transformers.utils import logging
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
+from .agreement import require_same_draft, require_same_parts, require_same_settings, require_same_start
 from .building import build_draft, build_draft_trainer, head_dtype
 from .compatibility import (
     GOOD_ACCEPT_LENGTH,
     base_policy,
+    is_compiled,
     plain_rollout_reason,
     refuse_contradictions,
     refuse_cuda_graphs_elsewhere,
@@ -46,7 +48,7 @@ from .cp.draft import DraftBatchShard, shard_rows
 from .draft_checkpoints import DraftCheckpoints
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.packing import DraftBatch, pack_rows
-from .modeling.taps import TapRecorder
+from .modeling.taps import TapRecorder, let_compiled_forwards_see_hooks
 from .modeling.teacher import PolicyHead
 from .pipeline_checkpoints import PipelineCheckpoints
 from .pipeline_group import join_pipeline_group
@@ -58,6 +60,7 @@ from .rollout.controller import SpeedReport
 from .rollout.prompts import refuse_empty_prompts
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.stats import SpeculativeStats
+from .saved_draft import SavedDraft
 from .training import DraftTrainer
 from .vllm_rollouts import DraftVLLMGeneration, deferred_engine, stats_of
 
@@ -133,6 +136,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = CoDraftGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
         args = CoDraftGRPOConfig.from_grpo_config(args)
+        require_same_settings(args, fresh_draft=draft_model is None and args.draft_model_name_or_path is None)
         require_divisible_world(args)
         draft_model = os.fspath(draft_model) if isinstance(draft_model, os.PathLike) else draft_model
         refuse_contradictions(args, draft_model)
@@ -164,6 +168,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self.draft_model: Eagle3DraftModel | None = None
         self.draft_trainer: DraftTrainer | None = None
         self.draft_pretraining_log: list[dict[str, float]] = []
+        if args.use_draft or args.pipeline_parallel_size * args.context_parallel_size > 1:
+            require_same_parts(self)
         if args.use_draft:
             self._init_draft(draft_model or args.draft_model_name_or_path)
         else:
@@ -183,10 +189,13 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         with preserved_random_state():
             require_prompts(self)
             self.draft_model = build_draft(self.args, policy, source).to(self.accelerator.device)
+        require_same_draft(self.draft_model.config)
+        if is_compiled(self):
+            let_compiled_forwards_see_hooks()
         self.recorder = TapRecorder(policy, self.draft_model.config.tap_layers)
         # One per microbatch that this rank ran a part of since the draft last learned.
         self._draft_batches: list[DraftBatch | DraftBatchShard | None] = []
-        self._draft_checkpoint: str | None = None
+        self._draft_to_resume: SavedDraft | None = None
         self._decoder = SpeculativeDecoder(
             policy,
             self.draft_model,
@@ -235,10 +244,14 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
 
     def _start_draft(self) -> None:
         """Finishes the draft before the first step: vocabulary, initial weights, optimizer, pretraining or resume."""
+        require_same_start(self)
+        # Read before anything is built, so that a trainer whose resume is refused can still train.
+        saved, self._draft_to_resume = self._draft_to_resume, None
+        resumes = saved is not None
+        state = self._read_draft(saved) if resumes else None
         if self.draft_trainer is None:
             source = PolicyRollouts(self, seed=self.args.seed)
             with preserved_random_state():
-                resumes = self._draft_checkpoint is not None
                 if self._draft_is_fresh and not resumes:
                     initialize_fresh_draft(self, source)
                 for tensor in self.draft_model.state_dict().values():
@@ -250,9 +263,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             self._draft_batches, self._draft_seconds = [], 0.0
             self.draft_trainer.restart(self.state.max_steps)
         self._reset_rollout_tally()
-        if self._draft_checkpoint is not None:
-            self._load_draft(self._draft_checkpoint)
-            self._draft_checkpoint = None
+        if resumes:
+            self._load_draft(state)
         if self.use_vllm:
             # An evaluation or pretraining rollouts of this step have pushed an earlier draft: push again.
             self._last_loaded_step = -1
@@ -304,8 +316,8 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         self._draft_seconds = 0.0
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-        self._simulated_accept_length = metrics.get("draft/accept_length_sim")
-        warn_about_metrics(metrics, self._draft_is_fresh)
+        self._simulated_accept_length = metrics.get("draft/accept_length_sim", self._simulated_accept_length)
+        warn_about_metrics(metrics, self._draft_is_fresh, self.args)
 
     def _learn_from_kept(self):
         start, batches, self._draft_batches = time.perf_counter(), self._draft_batches, []

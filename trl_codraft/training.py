@@ -293,7 +293,7 @@ class DraftTrainer:
         for name, tensor in copies.items():
             tensor.copy_(source[name])
 
-    def state_dict(self, keep: bool = True) -> dict:
+    def state_dict(self, keep: bool = True, moments: bool = True, mid_window: bool = False) -> dict:
         """
         Everything an exact resume needs: weights and vocabulary, moments, schedule, step counters. The same whether or not
         ranks share the optimizer's state; if they do, all of them make this call.
@@ -301,24 +301,36 @@ class DraftTrainer:
         Args:
             keep (`bool`, *optional*, defaults to `True`):
                 Whether this rank wants it. Without, moments that it does not have are left out.
+            moments (`bool`, *optional*, defaults to `True`):
+                Whether the moments of AdamW are in it: without, `optimizer` is None.
+            mid_window (`bool`, *optional*, defaults to `False`):
+                Whether it may be made between `accumulate` and `step`. It is then that of the last step; what has
+                accumulated since is not in it, and is not lost here.
 
         Raises:
-            RuntimeError: between `accumulate` and `step`, when gradients would be lost.
+            RuntimeError: between `accumulate` and `step`, unless `mid_window`: gradients are not in it.
         """
-        if self._flat is not None:
+        if self._flat is not None and not mid_window:
             raise RuntimeError("The draft has accumulated gradients that no `step()` has used; save after the step.")
         return {
             "draft": self.draft.state_dict(),
             "target_ids": self.draft.target_ids.cpu(),
-            "optimizer": self.optimizer.state_dict(keep) if self.shares_state else self.optimizer.state_dict(),
+            "optimizer": self._moments(keep) if moments else None,
             "scheduler": self.scheduler.state_dict(),
             "num_updates": self.num_updates,
             "num_pretrain_updates": self.num_pretrain_updates,
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def _moments(self, keep: bool) -> dict:
+        return self.optimizer.state_dict(keep) if self.shares_state else self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict) -> bool:
         """
-        Restores what `state_dict` returned, vocabulary included.
+        Restores what `state_dict` returned, vocabulary included. The settings of the optimizer stay this run's.
+
+        Returns:
+            `bool`: whether the moments are the saved ones. They are fresh if the state was saved without them, or by a run
+            that trained other weights of the draft, such as none.
 
         Raises:
             ValueError: if the saved draft has another vocabulary size.
@@ -329,12 +341,39 @@ class DraftTrainer:
                 f"The saved draft has {saved} tokens, this one {own}. Set `draft_vocab_size={saved}` to resume."
             )
         self.draft.load_state_dict(state["draft"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        has_moments = self._load_moments(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.num_updates = state["num_updates"]
         self.num_pretrain_updates = state["num_pretrain_updates"]
         self._discard()
         self.refresh_rollout_draft()
+        return has_moments
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """
+        Takes weights and vocabulary of a draft alone: moments start anew, the schedule stays.
+
+        Args:
+            weights (`dict[str, torch.Tensor]`):
+                The `state_dict` of an [`Eagle3DraftModel`] of this shape.
+        """
+        self.draft.load_state_dict(weights)
+        self.optimizer.state.clear()
+        self._discard()
+        self.refresh_rollout_draft()
+
+    def _load_moments(self, saved: dict | None) -> bool:
+        """Whether they are there, of the weights that this run trains; if not, they start anew."""
+        groups = self.optimizer.param_groups
+        own = self.optimizer.sizes if self.shares_state else [len(group["params"]) for group in groups]
+        if saved is None or own != [len(group["params"]) for group in saved["param_groups"]]:
+            self.optimizer.state.clear()
+            return not self.parameters
+        decays = [group["weight_decay"] for group in groups]
+        self.optimizer.load_state_dict(saved)
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        return True
 
     def _zero_counters(self) -> dict[str, torch.Tensor]:
         """Counters at zero, on the draft's device."""
@@ -367,7 +406,7 @@ class DraftTrainer:
 
     def _metrics(self, counters: dict) -> dict[str, float]:
         """The metrics that are ratios of counters."""
-        metrics = {"draft/masked_rows": counters["masked_rows"]}
+        metrics = {"draft/rows": sum(counters["rows"]), "draft/masked_rows": counters["masked_rows"]}
         weights = [self.args.decay**s for s in range(self.args.num_passes)]
         total = sum(weight * rows for weight, rows in zip(weights, counters["rows"], strict=True))
         if total > 0:

@@ -15,20 +15,27 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .modeling.checkpoint import canonical_name, check_vocab_ids, expected_shapes, refuse_policy_folder, shape_problems
+from .modeling.checkpoint import (
+    canonical_name,
+    check_vocab_ids,
+    expected_shapes,
+    num_layers_of,
+    refuse_policy_folder,
+    shape_problems,
+)
 from .modeling.configuration_eagle3 import check_rope, is_positive_number
 from .modeling.disk_config import (
     ARCHITECTURE,
-    NORM_FLAGS,
-    PARALLEL_DRAFTING_KEYS,
     READABLE_ARCHITECTURES,
-    TAP_KEY,
     check_sections,
     is_tap_list,
     layer_section,
+    logit_scale_from_disk,
     server_default_tap_layers,
 )
 from .modeling.draft_folder import CONFIG_NAME, WEIGHTS_NAME, read_config, read_tensors, stray_weight_files
+from .modeling.foreign_keys import NORM_FLAGS, PARALLEL_DRAFTING_KEYS, TAP_KEY, unread_keys
+from .naming import few, sentences, shown
 from .policy_checks import FLOAT_DTYPES, NOTE, check_policy, check_policy_model
 
 
@@ -81,6 +88,7 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
     try:
         raw, tensors, strays = read_config(path), read_tensors(path), stray_weight_files(path)
         refuse_policy_folder(path, tensors)
+        num_layers_of(canonical_name(name) for name in tensors)
         check_sections(raw)
     except ValueError as error:
         return [str(error)]
@@ -90,11 +98,15 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
     if policy_config is not None:
         policy_config = policy_config.get_text_config()
         policy_dtype = model.dtype if model is not None else policy_config.dtype
+        if isinstance(policy_dtype, str):
+            # What saving a model leaves in its configuration.
+            policy_dtype = getattr(torch, policy_dtype)
     checks = [
         _check_files(strays),
         _check_identity(raw),
         _check_sizes(raw),
         _check_features(raw),
+        unread_keys(raw),
         _check_flags(raw),
         _check_rope(raw),
         _check_taps(raw, policy_config),
@@ -124,7 +136,7 @@ def _check_files(strays: list[str]) -> Iterator[str]:
     """Weights that only some readers see."""
     if strays:
         yield (
-            f"{', '.join(strays)} beside {WEIGHTS_NAME}: servers load all safetensors files of a folder without an index, "
+            f"{few(strays)} beside {WEIGHTS_NAME}: servers load all safetensors files of a folder without an index, "
             "one over the other"
         )
 
@@ -134,14 +146,14 @@ def _check_identity(raw: Mapping[str, Any]) -> Iterator[str]:
     if "model_type" not in raw:
         yield "`model_type` is missing: vLLM and SGLang refuse the folder; write 'llama'"
     elif raw["model_type"] != "llama":
-        yield f"`model_type` is {raw['model_type']!r}: servers would build another block than the plain Llama one"
+        yield f"`model_type` is {shown(raw['model_type'])}: servers would build another block than the plain Llama one"
     architectures = raw.get("architectures")
     if not architectures:
-        yield f"`architectures` is missing: SGLang looks for {ARCHITECTURE!r}"
+        yield f"`architectures` is missing: SGLang looks for {shown(ARCHITECTURE)}"
     elif architectures[0] not in READABLE_ARCHITECTURES:
-        yield f"`architectures` names {architectures[0]!r}: servers would build another model than {ARCHITECTURE!r}"
+        yield f"`architectures` names {shown(architectures[0])}: servers would build another model than {shown(ARCHITECTURE)}"
     elif architectures[0] != ARCHITECTURE:
-        yield f"{NOTE}`architectures` names {architectures[0]!r}: SGLang knows only {ARCHITECTURE!r}"
+        yield f"{NOTE}`architectures` names {shown(architectures[0])}: SGLang knows only {shown(ARCHITECTURE)}"
 
 
 def _check_sizes(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -150,13 +162,13 @@ def _check_sizes(raw: Mapping[str, Any]) -> Iterator[str]:
         if key not in raw:
             yield f"`{key}` is missing: each server falls back to a default of its own"
         elif not _is_size(raw[key]):
-            yield f"`{key}` is {raw[key]!r}, not a positive integer"
+            yield f"`{key}` is {shown(raw[key])}, not a positive integer"
     if "head_dim" not in raw:
         yield "`head_dim` is missing: servers take hidden_size // num_attention_heads"
     elif not _is_size(raw["head_dim"]) or raw["head_dim"] % 2:
-        yield f"`head_dim` is {raw['head_dim']!r}, not a positive even integer"
+        yield f"`head_dim` is {shown(raw['head_dim'])}, not a positive even integer"
     if not is_positive_number(raw.get("rms_norm_eps")):
-        yield f"`rms_norm_eps` is {raw.get('rms_norm_eps')!r}, not a positive number"
+        yield f"`rms_norm_eps` is {shown(raw.get('rms_norm_eps'))}, not a positive number"
     heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if _is_size(heads) and _is_size(groups) and heads % groups:
         yield f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` ({groups})"
@@ -188,11 +200,10 @@ def _check_features(raw: Mapping[str, Any]) -> Iterator[str]:
     if parallel:
         yield f"{', '.join(f'`{key}`' for key in parallel)}: marks a parallel-drafting (P-EAGLE) draft"
     if raw.get("hidden_act") != "silu":
-        yield f"`hidden_act` is {raw.get('hidden_act')!r}: servers' Llama blocks know only 'silu'"
-    if raw.get("logit_scale") not in (None, 1.0):
-        yield f"`logit_scale` is {raw['logit_scale']}: vLLM multiplies by it, SGLang does not; fold it into `lm_head`"
-    if raw.get("quantization_config"):
-        yield "`quantization_config` is set: the tensors are not quantised"
+        yield f"`hidden_act` is {shown(raw.get('hidden_act'))}: servers' Llama blocks know only 'silu'"
+    scale = logit_scale_from_disk(raw)
+    if scale != 1.0:
+        yield f"`logit_scale` is {scale}: vLLM multiplies by it, SGLang does not; fold it into `lm_head`"
 
 
 def _check_flags(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -202,12 +213,12 @@ def _check_flags(raw: Mapping[str, Any]) -> Iterator[str]:
         yield "`use_aux_hidden_state` in `eagle_config` is false: servers would feed the draft another hidden state"
     for flag in NORM_FLAGS:
         if flag in nested and nested[flag] != raw.get(flag):
-            yield f"`{flag}` is {raw.get(flag)!r} at top level but {nested[flag]!r} in `eagle_config`"
+            yield f"`{flag}` is {shown(raw.get(flag))} at top level but {shown(nested[flag])} in `eagle_config`"
     if raw.get("use_aux_norm") and not raw.get("fc_norm"):
         yield "`use_aux_norm` is true but `fc_norm` is not: SGLang takes one for the other"
     for flag in NORM_FLAGS:
         if not isinstance(raw.get(flag), bool):
-            yield f"`{flag}` is {raw.get(flag, 'missing')!r}: write true or false, the servers' defaults differ"
+            yield f"`{flag}` is {shown(raw.get(flag, 'missing'))}: write true or false, the servers' defaults differ"
     if raw.get("norm_before_fc") and raw.get("fc_norm"):
         yield "`norm_before_fc` and `fc_norm` are both true: they exclude each other"
     if raw.get("norm_before_residual"):
@@ -232,16 +243,13 @@ def _check_rope(raw: Mapping[str, Any]) -> Iterator[str]:
         yield str(error)
     scaling = raw.get("rope_scaling") or {}
     if rope["rope_type"] != "default" and scaling.get("rope_type") != rope["rope_type"]:
-        yield f"`rope_scaling` does not repeat the {rope['rope_type']!r} scaling of `rope_parameters`"
+        yield f"`rope_scaling` does not repeat the {shown(rope['rope_type'])} scaling of `rope_parameters`"
     elif scaling.get("rope_type", "default") != rope["rope_type"]:
-        yield f"`rope_scaling` says {scaling.get('rope_type')!r} but `rope_parameters` says {rope['rope_type']!r}"
+        yield f"`rope_scaling` says {shown(scaling.get('rope_type'))} but `rope_parameters` says {shown(rope['rope_type'])}"
     else:
         for key in sorted(scaling.keys() & rope.keys()):
             if scaling[key] != rope[key]:
-                yield f"`{key}` is {scaling[key]!r} in `rope_scaling` but {rope[key]!r} in `rope_parameters`"
-    partial = raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        yield f"`partial_rotary_factor` is {partial}: the draft rotates whole heads"
+                yield f"`{key}` is {shown(scaling[key])} in `rope_scaling` but {shown(rope[key])} in `rope_parameters`"
 
 
 def _check_taps(raw: Mapping[str, Any], policy_config: Any) -> Iterator[str]:
@@ -252,19 +260,19 @@ def _check_taps(raw: Mapping[str, Any], policy_config: Any) -> Iterator[str]:
         yield f"`{TAP_KEY}` is missing: vLLM would read its default layers"
         return
     if not is_tap_list(taps):
-        yield f"`{TAP_KEY}` is {taps!r}, not a list of integers"
+        yield f"`{TAP_KEY}` is {shown(taps)}, not a list of integers"
         return
     if taps != sorted(set(taps)):
-        yield f"`{TAP_KEY}` {taps} is not strictly ascending: vLLM sorts the ids and drops repeated ones"
+        yield f"`{TAP_KEY}` {shown(taps)} is not strictly ascending: vLLM sorts the ids and drops repeated ones"
     if min(taps) < 0 or (num_layers is not None and max(taps) > num_layers):
-        yield f"`{TAP_KEY}` {taps} is out of range: a policy of {num_layers} layers has ids 0..{num_layers}"
+        yield f"`{TAP_KEY}` {shown(taps)} is out of range: a policy of {num_layers} layers has ids 0..{num_layers}"
     if nested is not None and nested != [tap - 1 for tap in taps]:
         yield (
-            f"`eagle_config` says {nested}, `{TAP_KEY}` says {taps}: inside `eagle_config` (SGLang) every id must be "
+            f"`eagle_config` says {shown(nested)}, `{TAP_KEY}` says {shown(taps)}: inside `eagle_config` (SGLang) every id must be "
             "one less than at top level (vLLM)"
         )
     if nested is None and num_layers is not None and taps != server_default_tap_layers(num_layers):
-        yield f"`eagle_config` is missing and {taps} are not the default layers: SGLang would read the default ones"
+        yield f"`eagle_config` is missing and {shown(taps)} are not the default layers: SGLang would read the default ones"
     if len(taps) != 3 or "num_aux_hidden_states" in raw:
         for place, section in {"config.json": raw, "transformer_layer_config": layer_section(raw)}.items():
             if section.get("num_aux_hidden_states") != len(taps):
@@ -284,14 +292,14 @@ def _check_speculators(raw: Mapping[str, Any]) -> Iterator[str]:
     if "speculators_model_type" not in raw:
         return
     if raw["speculators_model_type"] != "eagle3":
-        yield f"`speculators_model_type` is {raw['speculators_model_type']!r}, not 'eagle3'"
+        yield f"`speculators_model_type` is {shown(raw['speculators_model_type'])}, not 'eagle3'"
     section = raw.get("transformer_layer_config")
     if not isinstance(section, Mapping):
         yield "`transformer_layer_config` is missing: vLLM and speculators read the layer from it"
         return
     for key, value in section.items():
         if key in raw and raw[key] != value:
-            yield f"`{key}` is {raw[key]!r} at top level but {value!r} in `transformer_layer_config`"
+            yield f"`{key}` is {shown(raw[key])} at top level but {shown(value)} in `transformer_layer_config`"
     for key in LAYER_KEYS:
         if key not in section:
             yield f"`transformer_layer_config` lacks `{key}`: vLLM would take the default of a Llama model"
@@ -304,7 +312,7 @@ def _check_speculators(raw: Mapping[str, Any]) -> Iterator[str]:
         yield "`speculators_config` lacks proposal_methods[0].speculative_tokens or verifier.name_or_path"
         return
     if not _is_size(drafted):
-        yield f"`speculative_tokens` in `speculators_config` is {drafted!r}, not a positive integer"
+        yield f"`speculative_tokens` in `speculators_config` is {shown(drafted)}, not a positive integer"
 
 
 def _check_tensors(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -322,11 +330,18 @@ def _check_tensors(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
         yield "extra tensor `embed_tokens.weight`: SGLang replaces it, vLLM keeps it even when the policy's has moved on"
     if not all(_is_size(raw.get(key)) for key in (*SIZES, "head_dim")) or not isinstance(raw.get(TAP_KEY), list):
         return
+    num_layers = num_layers_of(canonical)
+    if num_layers and num_layers != raw["num_hidden_layers"]:
+        yield (
+            f"`num_hidden_layers` is {raw['num_hidden_layers']} but the tensors are of {num_layers} layer(s): servers build "
+            "as many layers as the key says and leave those without tensors uninitialised"
+        )
     config = SimpleNamespace(
         **{key: raw[key] for key in (*SIZES, "head_dim")},
         **{flag: bool(raw.get(flag)) for flag in NORM_FLAGS},
         tap_layers=raw[TAP_KEY],
     )
+    config.num_hidden_layers = num_layers or config.num_hidden_layers
     expected = expected_shapes(config)
     for index in range(1, config.num_hidden_layers):
         name, twin = f"layers.{index}.hidden_norm.weight", canonical.get(f"layers.{index}.input_layernorm.weight")
@@ -338,13 +353,11 @@ def _check_tensors(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
 
 def _check_values(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """NaN and infinity, and weights that were never filled."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
-            continue
-        if not tensor.isfinite().all():
-            yield f"tensor `{name}` holds NaN or infinite values"
-        elif not tensor.any() and not name.endswith(MAY_BE_ZERO):
-            yield f"tensor `{name}` holds nothing but zeros"
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype in FLOAT_DTYPES}
+    broken = [name for name, tensor in floats.items() if not tensor.isfinite().all()]
+    zeros = [name for name, tensor in floats.items() if not tensor.any() and not name.endswith(MAY_BE_ZERO)]
+    yield from sentences(broken, "tensor `{}` holds NaN or infinite values", "tensors with NaN or infinite values")
+    yield from sentences(zeros, "tensor `{}` holds nothing but zeros", "tensors of nothing but zeros")
 
 
 def _check_dtypes(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:

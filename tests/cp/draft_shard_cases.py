@@ -24,6 +24,8 @@ class DraftCase:
     detach: bool = False
     num_layers: int = 1
     norm_output: bool = False
+    padded: bool = False
+    tied: bool = False
 
     def settings(self):
         return {
@@ -38,7 +40,7 @@ class DraftCase:
     def build(self):
         """Draft, teacher and the whole microbatch."""
         overrides = {"num_hidden_layers": self.num_layers, "norm_output": self.norm_output}
-        draft, head = draft_case(reduced=self.reduced, **overrides)
+        draft, head = draft_case(reduced=self.reduced, padded=self.padded, tied=self.tied, **overrides)
         return draft, head, microbatch(draft.config, *self.documents, self.num_passes)[0]
 
 
@@ -49,6 +51,11 @@ CASES = [
         for trunk in ("ring", "gather_once")
     ),
     DraftCase(mode="uneven", num_passes=6, reduced=True),
+    *(
+        DraftCase(RAGGED, "ragged", mode="uneven", reduced=reduced, padded=True, tied=tied)
+        for reduced in (False, True)
+        for tied in (False, True)
+    ),
     DraftCase(num_passes=1),
     DraftCase(trunk="gather_once", num_layers=2, mode="uneven", reduced=True),
     DraftCase(trunk="gather_once", num_layers=2, detach=True),

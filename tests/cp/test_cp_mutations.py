@@ -9,6 +9,7 @@ from cp.draft_shard_cases import DraftCase, on_shard, whole
 from cp.threads import run_in_threads
 
 from trl_codraft.cp import attention, draft, layout, ring, trunk
+from trl_codraft.modeling import attention as branch_attention
 from trl_codraft.modeling import branch
 
 
@@ -34,8 +35,8 @@ def key_of_another_row(patch):
 
 
 def log_sum_exp_of_the_trunk_alone(patch):
-    original = attention.merge_branch
-    patch.setattr(attention, "merge_branch", lambda out, lse, *rest: (original(out, lse, *rest)[0], lse))
+    original = branch_attention.merge_branch
+    patch.setattr(branch_attention, "merge_branch", lambda out, lse, *rest: (original(out, lse, *rest)[0], lse))
 
 
 def gradients_that_stay_away(patch):
@@ -132,7 +133,8 @@ def teacher_rows_of_no_one(patch):
 
 
 def shared_teacher_positions_counted_by_all(patch):
-    patch.setattr(draft, "_uncount", lambda *arguments: None)
+    everywhere = property(lambda self: torch.ones_like(self._stored, dtype=torch.bool))
+    patch.setattr(draft.RowsAhead, "follows_own_row", everywhere)
 
 
 @pytest.mark.parametrize(

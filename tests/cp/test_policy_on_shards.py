@@ -284,11 +284,10 @@ def test_supported_runs_are_not_refused(overrides):
 
 def test_any_error_of_the_probe_reaches_the_ranks_that_wait_for_its_verdict(monkeypatch):
     sent = []
-    monkeypatch.setattr(context_group, "require_same", lambda group, settings: None)
     monkeypatch.setattr(context_group, "broadcast_object_list", sent.append)
     monkeypatch.setattr(context_group, "disagreement_with_plain", lambda policy: 1 / 0)
     settings = {"context_parallel_size": 2, "holds_whole_policy": True}
-    trainer = fake_trainer(set=dict.fromkeys(context_group.SETTINGS) | settings)
+    trainer = fake_trainer(set=settings)
     trainer.accelerator.is_main_process = True
     with pytest.raises(ValueError, match="not possible: .* raised ZeroDivisionError: division by zero"):
         context_group.join_context_group(trainer)

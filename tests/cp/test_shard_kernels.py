@@ -8,6 +8,7 @@ from modeling.reference import dense_attention
 from trl_codraft.cp import ContextLayout, gather_trunk, ring_attention
 from trl_codraft.cp.kernels import ChunkedWindowKernel, CudaWindowKernel, PaddedKernel, choose_shard_kernel
 from trl_codraft.modeling.attention_kernels import ChunkedKernel, CpuFlashKernel
+from trl_codraft.modeling.documents import Documents, Mask
 from trl_codraft.modeling.flash_operators import TorchFlash
 
 
@@ -32,8 +33,8 @@ def test_window_kernel_equals_a_banded_dense_softmax(left, max_scores):
     expected_grads = torch.autograd.grad(expected, leaves, dout)
 
     kernel = ChunkedWindowKernel(left, max_scores)
-    out, lse = kernel.forward(q, k, v, q_lens, k_lens, causal=True, scale=0.3)
-    grads = kernel.backward(dout, q, k, v, out, lse, q_lens, k_lens, causal=True, scale=0.3)
+    out, lse = kernel.forward(q, k, v, Documents(q_lens, k_lens), Mask(causal=True, scale=0.3))
+    grads = kernel.backward(dout, q, k, v, out, lse, Documents(q_lens, k_lens), Mask(causal=True, scale=0.3))
     torch.testing.assert_close(out, expected.detach(), atol=1e-13, rtol=1e-13)
     for ours, theirs in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
@@ -50,22 +51,22 @@ def test_window_kernel_computes_scores_of_the_window_only(monkeypatch):
 
     monkeypatch.setattr(ChunkedWindowKernel, "_chunks", recording)
     tensors = (rows(512, 1, 4) for _ in range(3))
-    kernel.forward(*tensors, [512], [512], causal=True, scale=1.0)
+    kernel.forward(*tensors, Documents([512], [512]), Mask(causal=True, scale=1.0))
     assert sum(computed) <= 512 * 2 * 16
 
 
 @pytest.mark.parametrize("emulate", OPERATORS.values(), ids=OPERATORS)
 @pytest.mark.parametrize("left", [0, 1, 5, 100])
 def test_cuda_window_calls_mean_what_the_chunked_kernel_computes(monkeypatch, left, emulate):
-    q_lens, k_lens, settings = [7, 3, 12], [19, 3, 12], {"causal": True, "scale": 0.3}
+    call = Documents([7, 3, 12], [19, 3, 12]), Mask(causal=True, scale=0.3)
     q, dout = rows(22, 4, 6), rows(22, 4, 6, seed=1)
     k, v = rows(34, 2, 6, seed=2), rows(34, 2, 6, seed=3)
     calls = []
     kernel, expected = CudaWindowKernel(left, emulate(monkeypatch, calls)), ChunkedWindowKernel(left)
     results = []
     for each in (kernel, expected):
-        out, lse = each.forward(q, k, v, q_lens, k_lens, **settings)
-        results.append((out, lse, *each.backward(dout, q, k, v, out, lse, q_lens, k_lens, **settings)))
+        out, lse = each.forward(q, k, v, *call)
+        results.append((out, lse, *each.backward(dout, q, k, v, out, lse, *call)))
     assert calls == [True]
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
@@ -73,10 +74,10 @@ def test_cuda_window_calls_mean_what_the_chunked_kernel_computes(monkeypatch, le
 
 def test_cuda_window_calls_fit_the_operators_of_this_torch():
     q, k = (torch.empty(7, heads, 6, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    kernel, settings = CudaWindowKernel(3, TorchFlash()), {"causal": True, "scale": 0.3}
-    out, lse = kernel.forward(q, k, k, [4, 3], [4, 3], **settings)
+    kernel, call = CudaWindowKernel(3, TorchFlash()), (Documents([4, 3], [4, 3]), Mask(causal=True, scale=0.3))
+    out, lse = kernel.forward(q, k, k, *call)
     assert (out.shape, lse.shape) == ((7, 4, 6), (7, 4))
-    grads = kernel.backward(out, q, k, k, out, lse, [4, 3], [4, 3], **settings)
+    grads = kernel.backward(out, q, k, k, out, lse, *call)
     assert [grad.shape for grad in grads] == [(7, 4, 6), (7, 2, 6), (7, 2, 6)]
 
 

@@ -22,6 +22,8 @@ CASES = {
     },
     # Every completion of some ranks is masked, so that neither loss nor draft has a token there.
     "untrained rank": {"mask_truncated_completions": True, "max_completion_length": 2, "longest": 6},
+    # That of all: the draft has no token anywhere.
+    "nothing trained": {"mask_truncated_completions": True, "ends": False},
     "reentrant checkpointing": {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},

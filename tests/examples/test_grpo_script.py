@@ -1,6 +1,7 @@
 """The GRPO script on a tiny policy and a local dataset, and its refusals."""
 
 import json
+import os
 import re
 import sys
 from unittest.mock import patch
@@ -47,7 +48,6 @@ MISTAKES = {
     "value": (["--speculative_rollouts", "maybe"], "`speculative_rollouts` must be 'auto', 'true' or 'false'"),
     "option": (["--draft_ttt_step5", "3"], "--draft_ttt_step5"),
     "config": (["--config", "nowhere.yaml"], "nowhere.yaml"),
-    "no-config": (["--config"], "needs the name of a YAML file"),
     "broken-config": (["--config", "BROKEN"], "not valid YAML"),
     "model": (["--model_name_or_path", "./no-policy"], "./no-policy"),
     "dataset": (["--dataset_name", "./no-data"], "./no-data"),
@@ -84,9 +84,10 @@ def test_mistakes_end_with_one_line(tmp_path, capsys, mistake, message):
     assert message in error[error.index("trl-codraft grpo: error: ") :]
 
 
-def test_value_of_the_wrong_type_ends_with_one_line_after_a_short_usage(capsys):
+@pytest.mark.parametrize("mistake", [["--max_steps", "many"], ["--config"]], ids=["value", "no-config"])
+def test_value_of_the_wrong_type_ends_with_one_line_after_a_short_usage(capsys, mistake):
     with pytest.raises(SystemExit) as stop:
-        main(["grpo", "--max_steps", "many"])
+        main(["grpo", *mistake])
     assert stop.value.code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 2
 
@@ -182,6 +183,83 @@ def test_config_file_is_overridden_by_the_command_line(tmp_path):
     config.write_text("draft_ttt_steps: 3\ndraft_vocab_size: 64\nuse_cpu: true\nbf16: false\n")
     parsed = grpo.make_parser().parse_args_and_config(args=["--config", str(config), "--draft_ttt_steps", "2"])
     assert (parsed[1].draft_ttt_steps, parsed[1].draft_vocab_size) == (2, 64)
+
+
+SPELLINGS = {
+    "apart": lambda name: ["--draft_ttt_steps", "2", "--config", name],
+    "joined": lambda name: [f"--config={name}", "--draft-ttt-steps=2"],
+    "abbreviated": lambda name: ["--conf", name, "--draft_ttt_st", "2"],
+    "abbreviated-joined": lambda name: ["--draft_ttt_steps=2", f"--confi={name}"],
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_every_spelling_of_the_config_option_is_read(tmp_path, spelling):
+    config = tmp_path / "run.yaml"
+    config.write_text("draft_ttt_steps: 3\ndraft-vocab-size: 64\nuse_cpu: true\nbf16: false\n")
+    parsed = grpo.make_parser().parse_args_and_config(spelling(str(config)))
+    assert (parsed[1].draft_ttt_steps, parsed[1].draft_vocab_size) == (2, 64)
+
+
+# A line of the file, and the same on the command line.
+SAME_VALUES = {
+    "one-for-a-list": ("reward_funcs: accuracy_reward", ["--reward_funcs", "accuracy_reward"]),
+    "list": ("draft_tap_layers: [1, 2]", ["--draft_tap_layers", "1", "2"]),
+    "list-of-floats": ("reward_weights: [1, 0.5]", ["--reward_weights", "1", "0.5"]),
+    "scientific": ("learning_rate: 1e-5", ["--learning_rate", "1e-5"]),
+    "word-that-is-false": ("save_strategy: no", ["--save_strategy", "no"]),
+    "switch-off": ("use_draft: false", ["--no_use_draft"]),
+    "quoted-switch": ('use_draft: "false"', ["--use_draft", "false"]),
+    "choice": ("lr_scheduler_type: cosine", ["--lr_scheduler_type", "cosine"]),
+    "number-as-text": ("num_draft_tokens: 4", ["--num_draft_tokens", "4"]),
+    "null": ("draft_vocab_size: null", []),
+}
+
+
+@pytest.mark.parametrize(("content", "line"), SAME_VALUES.values(), ids=SAME_VALUES)
+def test_a_value_of_the_file_is_the_value_of_the_command_line(tmp_path, content, line):
+    common = ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path)]
+    (tmp_path / "run.yaml").write_text(content + "\n")
+    from_file = grpo.make_parser().parse_args_and_config([*common, "--config", str(tmp_path / "run.yaml")])
+    from_line = grpo.make_parser().parse_args_and_config([*common, *line])
+    # By text: settings that became objects do not compare.
+    assert [{name: str(getattr(part, name)) for name in part.__dataclass_fields__} for part in from_file] == [
+        {name: str(getattr(part, name)) for name in part.__dataclass_fields__} for part in from_line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_stepz: 3", "max_stepz"),
+        ("config: other.yaml", "config"),
+        ("max_steps: 3\nmax_steps: 4", "stands twice"),
+        ("max_steps: 3\nmax-steps: 4", "twice, once with"),
+        ("max_steps: 2.5", "`max_steps` cannot be 2.5"),
+        ("max_steps: true", "`max_steps` is a number"),
+        ("max_steps: [1]", "`max_steps` takes one value"),
+        ("use_draft: maybe", "`use_draft` cannot be 'maybe'"),
+        ("save_strategy: never", "`save_strategy` is 'never': choose one of no, steps"),
+        ("draft_tap_layers: [1, null]", "`draft_tap_layers` takes plain values"),
+        ("env: [1]", "`env` must map"),
+        ("- max_steps", "must hold a mapping"),
+    ],
+)
+def test_no_value_of_a_file_is_dropped_or_bent(tmp_path, content, message):
+    (tmp_path / "run.yaml").write_text(content + "\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grpo.make_parser().parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+
+
+def test_variables_of_the_file_are_set_and_nested_settings_stay_nested(tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_THE_FILE", "")
+    (tmp_path / "run.yaml").write_text(
+        "env: {OF_THE_FILE: 3}\nmodel_init_kwargs: {a: {b: 1}}\ndatasets:\n  - path: p\nuse_cpu: true\nbf16: false\n"
+    )
+    parsed = grpo.make_parser().parse_args_and_config([f"--config={tmp_path / 'run.yaml'}"])
+    assert os.environ["OF_THE_FILE"] == "3"
+    assert parsed[1].model_init_kwargs == {"a": {"b": 1}}
+    assert parsed[3].datasets[0].path == "p"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,6 @@ def test_quantised_weights_are_not_read(good, policy, tmp_path):
         (eagle(use_aux_hidden_state=False), "reads no hidden states of inner layers"),
         (theta(0.0), "`rope_theta`.*must be a positive number"),
         (put("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}), "`factor`.*must be a positive number"),
-        (put("rope_parameters", {"rope_type": None, "rope_theta": 1e4}), "RoPE type None"),
         (put("rms_norm_eps", -1e-6), "`rms_norm_eps` must be a positive number"),
         (put("logit_scale", "1"), "`logit_scale`.*must be a number"),
     ],
@@ -142,3 +141,8 @@ def test_what_cannot_be_meant_is_not_read(good, policy, tmp_path, change, words)
     assert messages(good, policy, tmp_path, change)
     with pytest.raises(ValueError, match=words):
         Eagle3DraftModel.from_pretrained(tmp_path, policy=policy)
+
+
+def test_a_rope_type_of_null_is_named(good, policy, tmp_path):
+    change = put("rope_parameters", {"rope_type": None, "rope_theta": 1e4})
+    assert any("None" in message for message in messages(good, policy, tmp_path, change))

@@ -149,6 +149,8 @@ def throw(error):
 def test_traceback_is_shown_on_request(arguments):
     with pytest.raises((ValueError, OSError), match="nowhere"):
         main([*arguments, "--traceback"])
+    with pytest.raises((ValueError, OSError), match="nowhere"):
+        main(["--traceback", *arguments])
 
 
 def test_options_come_from_yaml_and_the_command_line_wins(tmp_path, policy_folder, foreign, capsys):
@@ -178,10 +180,115 @@ def test_flags_and_unknown_options_of_yaml(tmp_path, capsys, monkeypatch):
     assert main(["push", "d", "me/draft", "--config", str(config)]) == 0
     assert (received[0].private, received[0].license, received[0].draft) == (True, "mit", "d")
     config.write_text("policy: p\nprivat: true\n")
+    assert main(["push", "d", "me/draft", "--config", str(config)]) == 1
+    error = capsys.readouterr().err
+    assert "`privat` is no option of `trl-codraft push`" in error
+    assert "private" in error
+
+
+# How argparse lets one write the options of one run, the file among them.
+SPELLINGS = {
+    "behind": lambda file: ["D", "--config", file],
+    "joined": lambda file: ["D", f"--config={file}"],
+    "before": lambda file: [f"--config={file}", "D"],
+    "between": lambda file: ["--seed", "3", "--config", file, "D"],
+    "separator": lambda file: ["--config", file, "--", "D"],
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_every_spelling_of_the_config_option_is_read(tmp_path, monkeypatch, spelling):
+    received = []
+    monkeypatch.setattr(cli, "_score", lambda args: received.append(args) or 0)
+    (tmp_path / "my score.yaml").write_text("policy: p\nprompt: [a, b]\nnum_draft_tokens: 4\n")
+    assert main(["score", *spelling(str(tmp_path / "my score.yaml"))]) == 0
+    args = received[0]
+    assert (args.draft, args.policy, args.prompt, args.num_draft_tokens) == ("D", "p", ["a", "b"], 4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["D", "--conf", "FILE"],
+        ["D", "--config"],
+        ["D", "--config", "FILE", "--config=FILE"],
+        ["--", "D", "--config=FILE"],
+    ],
+    ids=["abbreviated", "no-name", "twice", "positional"],
+)
+def test_what_is_not_read_as_the_config_option_is_refused(tmp_path, arguments, capsys):
+    (tmp_path / "v.yaml").write_text("policy: p\n")
     with pytest.raises(SystemExit) as stop:
-        main(["push", "d", "me/draft", "--config", str(config)])
+        main(["validate", *[part.replace("FILE", str(tmp_path / "v.yaml")) for part in arguments]])
     assert stop.value.code == 2
-    assert "--privat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "validate", "score", "push"])
+def test_every_command_reads_its_options_from_the_file(tmp_path, monkeypatch, command):
+    received = []
+    monkeypatch.setattr(cli, f"_{command}", lambda args: received.append(args) or 0)
+    options = {"policy": "p"}
+    if command == "score":
+        options |= {"prompts_file": "f", "temperature": 1, "output": "o"}
+    elif command != "validate":
+        options |= {"dtype": "float16", "base_model": "b", "license": "mit", "scores": "s"}
+    (tmp_path / "c.yaml").write_text(json.dumps(options))
+    places = ["a"] if command in ("validate", "score") else ["a", "b"]
+    assert main([command, *places, f"--config={tmp_path / 'c.yaml'}"]) == 0
+    assert {key: getattr(received[0], key) for key in options} == options
+
+
+def test_the_command_line_replaces_values_of_the_file_also_of_repeated_options(tmp_path, monkeypatch):
+    received = []
+    monkeypatch.setattr(cli, "_score", lambda args: received.append(args) or 0)
+    (tmp_path / "c.yaml").write_text("policy: p\nprompt: [a, b]\nseed: null\noutput: null\n")
+    assert main(["score", "d", f"--config={tmp_path / 'c.yaml'}", "--prompt", "c", "--prompt", "e", "--policy=q"]) == 0
+    args = received[0]
+    assert (args.prompt, args.policy, args.seed, args.output) == (["c", "e"], "q", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("polici: p", "`polici` is no option"),
+        ("path: p", "`path` is no option of `trl-codraft validate`"),
+        ("num_draft_tokens: 3", "`num_draft_tokens` is no option of `trl-codraft validate`"),
+        ("config: other", "`config` is no option"),
+        ("policy: a\npolicy: b", "stands twice"),
+        ("policy: [a, b]", "`policy` takes one value"),
+        ("policy: {a: b}", "`policy` takes one value"),
+        ("policy: 123", "put it in quotes"),
+        ("policy: no", "put it in quotes"),
+        ("traceback: 1", "`traceback` is a switch"),
+    ],
+)
+def test_no_value_of_a_file_is_dropped_or_bent(tmp_path, capsys, content, message):
+    (tmp_path / "c.yaml").write_text(content + "\n")
+    assert main(["validate", "somewhere", f"--config={tmp_path / 'c.yaml'}"]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prompt: a\nprompts_file: f", "`prompt` and `prompts_file`"),
+        ("prompt: a\nmax_new_tokens: 1.5", "`max_new_tokens` cannot be 1.5"),
+        ("prompt: a\nmax_new_tokens: true", "`max_new_tokens` is a number"),
+        ("prompt: [[a]]", "`prompt` takes plain values"),
+        ("prompt: [1]", "put it in quotes"),
+    ],
+)
+def test_numbers_lists_and_exclusive_options_of_a_file(tmp_path, capsys, content, message):
+    (tmp_path / "c.yaml").write_text(f"policy: p\n{content}\n")
+    assert main(["score", "d", f"--config={tmp_path / 'c.yaml'}"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_required_option_that_is_null_is_missing(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("policy: null\nprompt: a\n")
+    with pytest.raises(SystemExit):
+        main(["score", "d", f"--config={tmp_path / 'c.yaml'}"])
+    assert "--policy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["export", "validate", "score", "push"])

@@ -191,6 +191,14 @@ class TestEmbedding:
         draft = load(write(tmp_path, flat_config(), {**tensors, "embed_tokens.weight": embed}), policy)
         assert not any("embed" in name for name in draft.state_dict())
 
+    def test_rows_beyond_the_vocabulary_are_padding(self, tmp_path, policy):
+        embed = torch.cat([policy.get_input_embeddings().weight.detach(), torch.ones(24, H)])
+        load(write(tmp_path, flat_config(), {**flat_tensors(), "embed_tokens.weight": embed}), policy)
+        embed[3, 4] += 0.25
+        folder = write(tmp_path, flat_config(), {**flat_tensors(), "embed_tokens.weight": embed})
+        with pytest.raises(ValueError, match=r"largest difference 2\.500e-01"):
+            load(folder, policy)
+
     def test_different_is_refused_with_the_largest_difference(self, tmp_path, policy):
         embed = policy.get_input_embeddings().weight.detach().clone()
         embed[3, 4] += 0.25

@@ -50,7 +50,7 @@ BREAKS = {
     "parallel drafting": (put("ptd_token_id", 5), "`ptd_token_id`: marks a parallel-drafting"),
     "activation": (put("hidden_act", "gelu"), "`hidden_act` is 'gelu'"),
     "logit scale": (put("logit_scale", 0.5), "`logit_scale` is 0.5"),
-    "quantization": (put("quantization_config", {"bits": 4}), "`quantization_config` is set"),
+    "quantization": (put("quantization_config", {"bits": 4}), "`quantization_config` is {'bits': 4}"),
     # flags
     "no norm_before_residual": (drop("norm_before_residual"), "`norm_before_residual` is 'missing'"),
     "no norm_output": (drop("norm_output"), "`norm_output` is 'missing'"),

@@ -54,8 +54,8 @@ class WholeMicrobatch:
 class Rollouts:
     """A `rollout_func` that replays: completions of 1 to `longest` tokens drawn from (seed, rank, call) alone."""
 
-    def __init__(self, longest=7, environment=False):
-        self.longest, self.environment, self.calls = longest, environment, 0
+    def __init__(self, longest=7, environment=False, ends=True):
+        self.longest, self.environment, self.ends, self.calls = longest, environment, ends, 0
 
     def __call__(self, prompts, trainer):
         generator = torch.Generator().manual_seed(1000 * self.calls + trainer.accelerator.process_index)
@@ -63,7 +63,7 @@ class Rollouts:
         draw = lambda low, high, n: torch.randint(low, high, (n,), generator=generator).tolist()  # noqa: E731
         lengths = draw(1, self.longest + 1, len(prompts))
         completions = [draw(8, 90, length) for length in lengths]
-        for completion in completions[::2]:
+        for completion in completions[::2] if self.ends else []:
             completion[-1] = trainer.eos_token_ids[0]
         rollouts = {
             "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],

@@ -34,13 +34,14 @@ def prepare(case, out, world_size, **overrides):
     dtype = getattr(torch, config.pop("dtype", "float64"))
     keep_float64(dtype)
     lora = config.pop("lora", False)
+    rollouts = {name: config.pop(name) for name in ("longest", "environment", "ends") if name in config}
     prompts = (config.pop("prompts", PROMPTS) * 24)[: config.pop("prompts_per_rank", 12) * world_size]
     arguments = {
         "model": AutoModelForCausalLM.from_pretrained(out / model_type, dtype=dtype),
         "reward_funcs": token_reward,
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
         "processing_class": tiny_tokenizer(),
-        "rollout_func": Rollouts(config.pop("longest", 7), environment=config.pop("environment", False)),
+        "rollout_func": Rollouts(**rollouts),
         "peft_config": LoraConfig(r=2, init_lora_weights=False, **({} if lora is True else lora)) if lora else None,
         **overrides,
     }

@@ -32,7 +32,7 @@ def test_exception_of_one_rank_is_raised_on_all_with_its_message(ranks, fault, m
 def test_ranks_with_other_settings_are_refused_before_training(ranks):
     for seen in ranks:
         assert seen["other settings"][0] == "ValueError"
-        assert "`num_iterations` differs between ranks: [1, 2]" in seen["other settings"][1]
+        assert "`num_iterations` is 1 on rank 0 and 2 on rank 1" in seen["other settings"][1]
 
 
 def test_ranks_that_are_about_to_do_different_things_all_raise(ranks):

@@ -13,9 +13,21 @@ from trl_codraft.modeling.vocab import choose_draft_vocab
 DRAFT_VOCAB_SIZE = 40
 
 
-def draft_case(dtype=torch.float64, reduced=False, seed=0, **overrides):
+def pad_head(policy, rows=24):
+    """Gives a policy's head, and an embedding tied to it, rows beyond the vocabulary, some of them likely tokens."""
+    head, table = policy.get_output_embeddings(), policy.get_input_embeddings()
+    weight = torch.nn.Parameter(torch.cat([head.weight.detach(), head.weight.detach()[:rows].flip(1)]))
+    if table.weight is head.weight:
+        table.weight = weight
+    head.weight = weight
+
+
+def draft_case(dtype=torch.float64, reduced=False, seed=0, padded=False, tied=False, **overrides):
     """`(draft, head)` with random weights everywhere, so that no gradient is zero by construction."""
-    policy = tiny_policy(dtype=dtype, scale=8.0)
+    policy = tiny_policy(dtype=dtype, scale=8.0, tie_word_embeddings=tied)
+    assert (policy.get_output_embeddings().weight is policy.get_input_embeddings().weight) == tied
+    if padded:
+        pad_head(policy)
     if reduced:
         overrides["draft_vocab_size"] = DRAFT_VOCAB_SIZE
     config = Eagle3DraftConfig.from_policy(policy.config, **overrides)

@@ -14,6 +14,7 @@ from trl_codraft.modeling.attention_kernels import (
     choose_kernel,
     merge_partials,
 )
+from trl_codraft.modeling.documents import Documents, Mask
 from trl_codraft.modeling.flash_operators import FlashAttention2, TorchFlash, installed_flash
 from trl_codraft.modeling.packing import PackedLayout
 
@@ -140,6 +141,7 @@ def test_chunked_kernel_on_cuda_equals_dense_softmax():
 def test_kernels_with_further_keys_of_the_caller(kernel, q_lens, k_lens, causal):
     """Backward called with the output and log-sum-exp over these and other keys gives the gradients of the whole."""
     num_queries, num_keys = sum(q_lens), sum(k_lens)
+    call = Documents(q_lens, k_lens), Mask(causal=causal, scale=0.3)
     q, k, v = random_tensors((num_queries, 4, 6), (num_keys, 2, 6), (num_keys, 2, 6))
     other_k, other_v = random_tensors((5, 2, 6), (5, 2, 6), seed=3)
     (dout,) = random_tensors((num_queries, 4, 6), seed=4)
@@ -154,12 +156,14 @@ def test_kernels_with_further_keys_of_the_caller(kernel, q_lens, k_lens, causal)
     expected_grads = torch.autograd.grad(expected, (q, k, v, other_k, other_v), dout)
 
     with torch.no_grad():
-        here = kernel.forward(q, k, v, q_lens, k_lens, causal=causal, scale=0.3)
-        there = ChunkedKernel().forward(q, other_k, other_v, [num_queries], [5], causal=False, scale=0.3)
+        here = kernel.forward(q, k, v, *call)
+        there = ChunkedKernel().forward(
+            q, other_k, other_v, Documents([num_queries], [5]), Mask(causal=False, scale=0.3)
+        )
         out, lse = merge_partials(*here, *there)
-        grads = kernel.backward(dout, q, k, v, out, lse, q_lens, k_lens, causal=causal, scale=0.3)
+        grads = kernel.backward(dout, q, k, v, out, lse, *call)
         rest = ChunkedKernel().backward(
-            dout, q, other_k, other_v, out, lse, [num_queries], [5], causal=False, scale=0.3
+            dout, q, other_k, other_v, out, lse, Documents([num_queries], [5]), Mask(causal=False, scale=0.3)
         )
     torch.testing.assert_close(out, expected, atol=1e-13, rtol=1e-13)
     torch.testing.assert_close(grads[0] + rest[0], expected_grads[0], atol=1e-13, rtol=1e-13)
@@ -170,7 +174,7 @@ def test_kernels_with_further_keys_of_the_caller(kernel, q_lens, k_lens, causal)
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_query_without_a_key_is_neutral(kernel):
     q, k = torch.ones(2, 2, 4), torch.ones(0, 2, 4)
-    out, lse = kernel.forward(q, k, k, [2], [0], causal=False, scale=1.0)
+    out, lse = kernel.forward(q, k, k, Documents([2], [0]), Mask(causal=False, scale=1.0))
     assert torch.equal(out, torch.zeros(2, 2, 4))
     assert torch.equal(lse, torch.full((2, 2), -torch.inf))
 
@@ -212,6 +216,38 @@ def test_no_tensor_grows_with_tokens_squared(kernel):
     assert largest[512] <= 2 * largest[256] < 256 * 256
 
 
+class BytesMade(TorchDispatchMode):
+    """Bytes of all results that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        for item in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() not in given:
+                self.bytes += item.nbytes
+        return result
+
+
+def test_a_lone_block_is_handed_on_as_the_kernel_left_it():
+    """The trunk of pass 0 is one causal block: nothing is merged, widened or copied behind the kernel's own call."""
+    q, k, v = (
+        tensor.detach() for tensor in random_tensors((256, 4, 8), (256, 2, 8), (256, 2, 8), dtype=torch.bfloat16)
+    )
+    kernel, call = CpuFlashKernel(), (Documents([256], [256]), Mask(causal=True, scale=0.3))
+    with BytesMade() as block:
+        expected = kernel._block_forward(q, k, v, *call)
+        expected += kernel._block_backward(expected[0], q, k, v, *expected, *call)
+    with BytesMade() as whole:
+        out, lse = kernel.forward(q, k, v, *call)
+        grads = kernel.backward(out, q, k, v, out, lse, *call)
+    assert whole.bytes == block.bytes
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip((out, lse, *grads), expected, strict=True))
+
+
 # The CUDA kernel's calls, without a GPU
 
 
@@ -249,9 +285,10 @@ def test_a_flash_attn_that_cannot_be_used_is_named_and_left_alone(monkeypatch, c
 
 def test_cuda_flash_calls_fit_the_operators_of_this_torch():
     q, k = (torch.empty(7, heads, 6, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    out, lse = CudaFlashKernel(TorchFlash())._block_forward(q, k, k, [4, 3], [4, 3], True, 0.3)
+    call = Documents([4, 3], [4, 3]), Mask(causal=True, scale=0.3)
+    out, lse = CudaFlashKernel(TorchFlash())._block_forward(q, k, k, *call)
     assert (out.shape, lse.shape) == ((7, 4, 6), (7, 4))
-    grads = CudaFlashKernel(TorchFlash())._block_backward(out, q, k, k, out, lse, [4, 3], [4, 3], True, 0.3)
+    grads = CudaFlashKernel(TorchFlash())._block_backward(out, q, k, k, out, lse, *call)
     assert [grad.shape for grad in grads] == [(7, 4, 6), (7, 2, 6), (7, 2, 6)]
 
 

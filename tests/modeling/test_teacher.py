@@ -137,3 +137,12 @@ def test_trained_rows_of_the_embedding_are_refused(family):
     config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 6])
     with pytest.raises(ValueError, match=r"embeddings.*PEFT adapter.*trainable_token_indices"):
         PolicyHead(peft.get_peft_model(policy_of(family), config).get_base_model())
+
+
+def test_a_head_without_a_row_for_each_token_is_refused_and_a_padded_one_is_not():
+    policy = tiny_policy()
+    policy.lm_head = torch.nn.Linear(32, 120, bias=False)
+    PolicyHead(policy)
+    policy.lm_head = torch.nn.Linear(32, 100, bias=False)
+    with pytest.raises(ValueError, match="has 100 rows, its config says `vocab_size=104`"):
+        PolicyHead(policy)

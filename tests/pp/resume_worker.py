@@ -35,9 +35,9 @@ class Momentum:
     def get_optimizer_cls_and_kwargs(args, model=None):
         return torch.optim.SGD, dict(MOMENTUM)
 
-    def _load_draft(self, checkpoint):
+    def _load_draft(self, state):
         self.draft_trainer.optimizer = torch.optim.SGD(self.draft_trainer.parameters, **MOMENTUM)
-        super()._load_draft(checkpoint)
+        super()._load_draft(state)
 
     def _start_draft(self):
         CoDraftGRPOTrainer._start_draft(self)

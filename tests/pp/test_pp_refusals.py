@@ -12,6 +12,7 @@ from tiny import tiny_policy
 from torch import nn
 
 from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel, pipeline_group
+from trl_codraft.agreement import common_settings
 from trl_codraft.context_group import require_divisible_world
 from trl_codraft.pipeline_group import hidden_dtype, unsupported_in_stages
 from trl_codraft.pipeline_part import layers_of_stages, policies_in_parts, require_place_for_adapter
@@ -300,7 +301,8 @@ def test_ranks_compare_all_settings_that_layers_follow_from():
     args = Watched(pipeline_settings())
     layers_of_stages(args, tiny_policy())
     assert {"layers_per_stage", "gradient_accumulation_steps", "draft_ttt_steps"} < args.read
-    assert args.read <= set(pipeline_group.SETTINGS)
+    compared = common_settings(pipeline_settings())
+    assert {f"`{name}`" for name in args.read} <= compared.keys()
 
 
 def test_a_draft_that_is_loaded_counts_as_it_is_whatever_is_asked_of_a_fresh_one(tmp_path):

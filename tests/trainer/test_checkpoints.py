@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from grpo_runs import codraft_trainer, plain_trainer, policy_logs, prompt_dataset, weights
-from tiny import tiny_policy
+from tiny import BALANCED_EXPERTS, tiny_policy
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_codraft import Eagle3DraftModel, validate_draft
@@ -60,22 +60,74 @@ def test_resumed_run_equals_the_uninterrupted_one(whole_run, tmp_path):
     ]
 
 
-def test_experts_resume_and_return_to_the_best_model(tmp_path):
-    """On disk they have other names; Transformers resumes with the experts that the policy was made with, and a warning."""
+EXPERTS = {"mixtral": {}, "glm4_moe": BALANCED_EXPERTS}
+
+
+@pytest.fixture(scope="module", params=EXPERTS)
+def expert_run(request, tmp_path_factory):
+    """A whole run of plain TRL, and the policy it starts with."""
+
+    def policy(seed=0):
+        return tiny_policy(request.param, seed=seed, **EXPERTS[request.param])
+
     config = {"router_aux_loss_coef": 0.0, "learning_rate": 0.1, **SAVING}
-    whole = codraft_trainer(tmp_path / "whole", tiny_policy("mixtral"), **config)
-    whole.train()
-    resumed = codraft_trainer(tmp_path / "resumed", tiny_policy("mixtral", seed=1), **config)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    expected = weights(whole)
-    assert any("experts" in name for name in expected)
-    for name, value in weights(resumed).items():
-        assert torch.equal(value, expected[name]), name
-    resumed.state.best_model_checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    plain = plain_trainer(tmp_path_factory.mktemp("plain"), policy(), **config)
+    plain.train()
+    return plain, policy, config
+
+
+def different_weights(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    return {name for name in ours if not torch.equal(ours[name], theirs[name])}
+
+
+def test_resume_of_an_expert_policy_is_the_uninterrupted_run_and_not_trls_resume(expert_run, tmp_path):
+    """
+    The one exception from invariant 1 (`use_draft=False` is `trl.GRPOTrainer`, bit for bit). On disk experts have other names
+    than in memory; Transformers loads a checkpoint by its names, leaves those weights as the policy was made, and warns. TRL's
+    resumed run is so another than its uninterrupted one, which is the reference here; ours, with and without a draft, is that.
+    If `trls` becomes empty, Transformers has mended this: then drop the exception, here and in docs/architecture.md.
+    """
+    plain, policy, config = expert_run
+    checkpoint = str(Path(plain.args.output_dir) / "checkpoint-2")
+    theirs = plain_trainer(tmp_path / "theirs", policy(), **config)
+    theirs.train(resume_from_checkpoint=checkpoint)
+    trls = different_weights(weights(theirs), weights(plain))
+    assert any("experts" in name for name in trls)
+    assert len(trls) > 30  # all 39 of this Mixtral, 48 of 51 of this GLM
+    ours = codraft_trainer(tmp_path / "ours", policy(), use_draft=False, **config)
+    ours.train(resume_from_checkpoint=checkpoint)
+    assert different_weights(weights(ours), weights(plain)) == set()
+    # The last entry sums up the run; after a resume, Transformers averages the loss over the steps since then.
+    assert policy_logs(ours)[:-1] == policy_logs(plain)[:-1]
+    assert policy_logs(theirs)[:-1] != policy_logs(plain)[:-1]
+    drafting = codraft_trainer(tmp_path / "drafting", policy(), speculative_rollouts="false", **config)
+    drafting.train(resume_from_checkpoint=checkpoint)
+    assert different_weights(weights(drafting), weights(plain)) == set()
+
+
+def test_experts_resume_and_return_to_the_best_model_whatever_the_policy_was_made_with(expert_run, tmp_path):
+    """The buffers that balance experts too; the reference is what `from_pretrained` reads."""
+    plain, policy, config = expert_run
+    checkpoint = Path(plain.args.output_dir) / "checkpoint-2"
+    resumed = codraft_trainer(tmp_path, policy(seed=1), use_draft=False, **config)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert different_weights(weights(resumed), weights(plain)) == set()
+    resumed.state.best_model_checkpoint = str(checkpoint)
     resumed._load_best_model()
-    best = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-2").state_dict()
-    for name, value in weights(resumed).items():
-        assert torch.equal(value, best[name]), name
+    best = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert different_weights(weights(resumed), best) == set()
+
+
+def test_resume_of_a_dense_policy_is_trls(tmp_path):
+    """Invariant 1 where no name differs."""
+    plain = plain_trainer(tmp_path / "plain", **SAVING)
+    plain.train()
+    checkpoint = str(tmp_path / "plain" / "checkpoint-2")
+    for build in (plain_trainer, codraft_trainer):
+        resumed = build(tmp_path / "resumed", **({"use_draft": False} if build is codraft_trainer else {}), **SAVING)
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert different_weights(weights(resumed), weights(plain)) == set()
 
 
 def test_checkpoint_holds_a_valid_draft(whole_run):

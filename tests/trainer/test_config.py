@@ -39,6 +39,7 @@ VALUES = {
     "draft_weight_decay": ("0.1", 0.1, 0.1),
     "draft_max_grad_norm": ("0.5", 0.5, 0.5),
     "draft_shard_optimizer": ("true", True, True),
+    "draft_save_optimizer": ("false", False, False),
     "draft_loss_chunk_size": ("64", 64, 64),
     "draft_train_on_prompt": ("true", True, True),
     "draft_pretrain_steps": ("5", 5, 5),

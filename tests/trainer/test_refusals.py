@@ -50,6 +50,7 @@ def fake_trainer(policy=None, **overrides):
         "use_transformers_continuous_batching": False,
         "rollout_func": None,
         "generation_config": None,
+        "aux_loss_enabled": False,
         **overrides,
     }
     return SimpleNamespace(**values)
@@ -228,6 +229,32 @@ def test_plain_rollouts_warn_once_and_name_the_reason(tmp_path, caplog):
     trainer.train()
     assert {entry["rollout/speculation_on"] for entry in trainer.state.log_history if "loss" in entry} == {0.0}
     assert any("draft/loss" in entry for entry in trainer.state.log_history)
+
+
+def test_a_step_in_which_the_draft_learns_nothing_says_so_once_and_stays_in_the_log(tmp_path, caplog):
+    cut = {"mask_truncated_completions": True, "max_completion_length": 1}
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        trainer = codraft_trainer(tmp_path, **cut)
+        trainer.eos_token_ids = [-1]  # no completion ever ends
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if "learned nothing" in record.getMessage()]
+    assert len(said) == 1
+    assert "`max_completion_length=1`" in said[0]
+    assert "`mask_truncated_completions=False`" in said[0]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["draft/rows"] for entry in steps] == [0.0] * 3
+    assert not any("draft/loss" in entry for entry in steps)
+    assert trainer.draft_trainer.num_updates == 0
+
+    # Some completions are whole: nothing to say, and the rows are those with a target.
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="trl_codraft"):
+        trainer = codraft_trainer(tmp_path, max_steps=1)
+        trainer.train()
+    assert not any("learned nothing" in record.getMessage() for record in caplog.records)
+    entry = trainer.state.log_history[0]
+    assert entry["draft/rows"] > 0
+    assert entry["draft/loss"] > 0
 
 
 def test_speculation_asked_for_but_impossible_raises(tmp_path):

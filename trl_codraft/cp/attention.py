@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..modeling.attention import MergedAttention
 from ..modeling.attention_kernels import AttentionKernel
-from ..modeling.branch import branch_gradients, merge_branch, merge_sinks, sink_gradients
 from .kernels import choose_shard_kernel
 from .layout import ContextLayout
 from .trunk import GatheredTrunk, RingTrunk, TrunkShape, TrunkStore, WindowTrunk, add_home, make_ring, travelling_block
@@ -142,7 +142,7 @@ def ring_attention(
             part = GatheredTrunk(layout, kernel, num_pass, scale, trunk.store)
             # The gathering takes the place of the keys in the graph, unless this pass takes them as constants.
             token = trunk.token if k.requires_grad or v.requires_grad else trunk.token.detach()
-            return _RingAttention.apply(part, scale, q, k.detach(), v.detach(), sinks, token, *branch_k, *branch_v)
+            return MergedAttention.apply(part, scale, q, k.detach(), v.detach(), sinks, token, *branch_k, *branch_v)
         part = RingTrunk(layout, kernel, num_pass, scale)
     else:
         # Keys at the same row are `s` positions back from the query of pass `s`, branch key `b` is `s - b` back.
@@ -151,47 +151,7 @@ def ring_attention(
         part = WindowTrunk(layout, kernel, num_pass, scale, left)
         out_of_sight = max(0, len(branch_k) - window)
         branch_k, branch_v = branch_k[out_of_sight:], branch_v[out_of_sight:]
-    return _RingAttention.apply(part, scale, q, k, v, sinks, None, *branch_k, *branch_v)
-
-
-class _RingAttention(torch.autograd.Function):
-    """Trunk, branch and sinks, merged by their log-sum-exps."""
-
-    @staticmethod
-    def forward(ctx, trunk, scale, q, k, v, sinks, token, *branch):
-        branch_k, branch_v = _halves(branch)
-        out, lse = trunk.forward(q, k, v)
-        if branch_k:
-            out, lse = merge_branch(out, lse, q, branch_k, branch_v, scale)
-        if sinks is not None:
-            out, lse = merge_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *branch)
-        ctx.trunk, ctx.scale = trunk, scale
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        q, k, v, out, lse, sinks, *branch = ctx.saved_tensors
-        branch_k, branch_v = _halves(branch)
-        need_k, need_v, need_sinks, need_token = (ctx.needs_input_grad[index] for index in (3, 4, 5, 6))
-        dout = dout.contiguous()
-        dq, dk, dv = ctx.trunk.backward(dout, q, k, v, out, lse, need_k or need_v or need_token)
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
-        dbranch_k, dbranch_v = [], []
-        if branch_k:
-            dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, ctx.scale, dq)
-        dsinks = sink_gradients(sinks, lse, delta) if need_sinks else None
-        dtoken = dout.new_zeros(()) if need_token else None
-        dk, dv = (None if grad is None else grad.to(like.dtype) for grad, like in ((dk, k), (dv, v)))
-        return None, None, dq.to(q.dtype), dk, dv, dsinks, dtoken, *dbranch_k, *dbranch_v
-
-
-def _halves(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """The keys and the values of a flat list."""
-    middle = len(tensors) // 2
-    return tensors[:middle], tensors[middle:]
+    return MergedAttention.apply(part, scale, q, k, v, sinks, None, *branch_k, *branch_v)
 
 
 def _check(q, k, v, layout, has_branch, branch_k, branch_v, window, sinks, trunk) -> None:

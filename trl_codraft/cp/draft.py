@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..modeling.losses import DraftLoss, TeacherSweep, fused_soft_cross_entropy
+from ..modeling.losses import DraftLoss, LossRows, LossSettings, loss_over_rows
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
 from ..modeling.packing import first_roots
 from ..modeling.teacher import PolicyHead
@@ -87,12 +87,13 @@ class RowsAhead:
         extended[self.places], extended[self._halo_places] = values, halo
         return extended
 
-    def follows_own_row(self, places: torch.Tensor) -> torch.Tensor:
+    @property
+    def follows_own_row(self) -> torch.Tensor:
         """
-        Whether the row before lies on this rank, in the same segment. Of a position that several ranks look at, exactly
-        one says yes.
+        `(T + Th,)` bool: whether the row before a place lies on this rank, in the same segment. Of a position that
+        several ranks look at, exactly one says yes.
         """
-        return self._stored[places - 1] < self.places.shape[0]
+        return (self._stored < self.places.shape[0]).roll(1)
 
     def look(self, values: torch.Tensor, halo: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """What lies `steps` tokens after rows of this rank; `(T, ...)` values and their `(Th, ...)` halo."""
@@ -270,17 +271,7 @@ def shard_rows(
 
 
 def sharded_draft_loss(
-    draft: Eagle3DraftModel,
-    head: PolicyHead,
-    batch: DraftBatchShard,
-    *,
-    num_passes: int,
-    decay: float,
-    chunk_size: int,
-    teacher_temperature: float = 1.0,
-    rollout_temperature: float = 1.0,
-    detach_passes: bool = False,
-    trunk: str = "ring",
+    draft: Eagle3DraftModel, head: PolicyHead, batch: DraftBatchShard, *, trunk: str = "ring", **settings
 ) -> DraftLoss:
     """
     [`~losses.draft_loss`] of a pack that is split over a group: loss, counters and the draft's gradients are this
@@ -292,53 +283,27 @@ def sharded_draft_loss(
             Draft and teacher, the same on all ranks.
         batch ([`DraftBatchShard`]):
             This rank's share.
-        num_passes, decay, chunk_size, teacher_temperature, rollout_temperature, detach_passes:
-            See [`~losses.draft_loss`].
         trunk (`str`, *optional*, defaults to `"ring"`):
             `"ring"` or `"gather_once"`, see [`PassAttention`].
+        settings:
+            The fields of [`~losses.LossSettings`].
 
     Returns:
         [`DraftLoss`]
     """
-    layout = batch.layout
+    layout, settings = batch.layout, LossSettings(**settings)
     attention = PassAttention(trunk)
     with head.gathered(), torch.autocast(batch.taps.device.type, enabled=False):
-        ahead = RowsAhead(layout, num_passes)
-        last_hidden = ahead.extend(batch.last_hidden)
-        shard = DraftShard(layout, ahead, head.embed(batch.input_ids[ahead.rows]))
-        embeds = head.embed(layout.shard(batch.input_ids))
-        hidden = draft.unroll(batch.taps, embeds, shard, num_passes, detach_passes, attention)
-        roots = [batch.valid(s).nonzero().squeeze(-1) for s in range(num_passes)]
-        rows = []
-        for s in range(num_passes):
-            index = torch.searchsorted(layout.query_rows(s), roots[s])
-            rows.append(draft.norm(hidden[s][index], draft.compute_dtype))
-        # In extended order the teacher of row `r` in pass `s` lies at `r + 1 + s`, as in an unsplit pack.
-        sweep = TeacherSweep.plan([ahead.places[root] for root in roots], chunk_size)
-        loss_sum, counters = fused_soft_cross_entropy(
-            rows,
-            draft.lm_head.weight,
-            head,
-            last_hidden,
-            sweep,
-            target_ids=draft.target_ids if draft.config.draft_vocab_size < draft.config.vocab_size else None,
-            pass_weights=[decay**s for s in range(num_passes)],
-            compute_dtype=draft.compute_dtype,
-            teacher_temperature=teacher_temperature,
-            rollout_temperature=rollout_temperature,
+        ahead = RowsAhead(layout, settings.num_passes)
+        rows = LossRows(
+            taps=batch.taps,
+            embeds=head.embed(layout.shard(batch.input_ids)),
+            layout=DraftShard(layout, ahead, head.embed(batch.input_ids[ahead.rows])),
+            valid=batch.valid,
+            # In extended order the teacher of row `r` in pass `s` lies at `r + 1 + s`, as in an unsplit pack.
+            places=ahead.places,
+            last_hidden=ahead.extend(batch.last_hidden),
+            counted=ahead.follows_own_row,
+            attention=attention,
         )
-        counted_elsewhere = sweep.positions[~ahead.follows_own_row(sweep.positions)]
-        _uncount(counters, draft, head, last_hidden[counted_elsewhere], teacher_temperature, chunk_size)
-    return DraftLoss(loss_sum, counters)
-
-
-def _uncount(counters, draft, head, last_hidden, temperature: float, chunk_size: int) -> None:
-    """Takes teacher positions that another rank, or another segment, counts too out of what is counted once each."""
-    counters["positions"] -= last_hidden.shape[0]
-    if draft.config.draft_vocab_size == draft.config.vocab_size:
-        counters["coverage"] -= last_hidden.shape[0]
-        return
-    for rows in last_hidden.split(chunk_size):
-        logits = head.logits(rows) / temperature
-        share = logits[:, draft.target_ids].logsumexp(dim=-1) - logits.logsumexp(dim=-1)
-        counters["coverage"] -= share.exp().sum(dtype=torch.float64)
+        return loss_over_rows(draft, head, rows, settings)

@@ -6,6 +6,7 @@ values.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -16,7 +17,6 @@ from ..modeling.attention_kernels import (
     CudaFlashKernel,
     accumulation_dtype,
     choose_kernel,
-    documents,
     group_heads,
 )
 from ..modeling.flash_operators import PackedFlash, flash_backward, flash_forward
@@ -38,9 +38,9 @@ class ChunkedWindowKernel(ChunkedKernel):
         super().__init__(max_scores)
         self.left = left
 
-    def _chunks(self, q, k, q_lens, k_lens, causal, scale) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    def _chunks(self, q, k, documents, mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         wide = accumulation_dtype(q.dtype)
-        for queries, keys in documents(q_lens, k_lens):
+        for queries, keys in documents.slices():
             num_keys = keys.stop - keys.start
             # Chunks no longer than the window: at most half of their scores are masked.
             size = min(self.left + 1, self.max_scores // (q.shape[1] * min(num_keys, 2 * self.left + 1)))
@@ -51,7 +51,7 @@ class ChunkedWindowKernel(ChunkedKernel):
                 rows = slice(start, min(start + size, queries.stop))
                 seen = slice(max(keys.start, start + shift - self.left), rows.stop + shift)
                 grouped_q = group_heads(q[rows].to(wide), k.shape[1])
-                scores = torch.einsum("hgqd,khd->hgqk", grouped_q, k[seen].to(wide)) * scale
+                scores = torch.einsum("hgqd,khd->hgqk", grouped_q, k[seen].to(wide)) * mask.scale
                 own = torch.arange(start + shift, rows.stop + shift, device=q.device).unsqueeze(1)
                 distance = own - torch.arange(seen.start, seen.stop, device=q.device)
                 yield rows, seen, scores.masked_fill_((distance < 0) | (distance > self.left), -torch.inf)
@@ -73,17 +73,17 @@ class CudaWindowKernel(CudaFlashKernel):
         super().__init__(operator)
         self.left = left
 
-    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+    def forward(self, q, k, v, documents, mask):
         """See [`AttentionKernel`]."""
-        if not q_lens:
+        if not documents.q_lens:
             return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        return flash_forward(self.operator, q, k, v, q_lens, k_lens, causal, scale, self.left)
+        return flash_forward(self.operator, q, k, v, documents, replace(mask, window=self.left))
 
-    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, documents, mask):
         """See [`AttentionKernel`]."""
-        if not q_lens:
+        if not documents.q_lens:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return flash_backward(self.operator, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, self.left)
+        return flash_backward(self.operator, dout, q, k, v, out, lse, documents, replace(mask, window=self.left))
 
 
 class PaddedKernel:
@@ -99,18 +99,18 @@ class PaddedKernel:
     def __init__(self, kernel: AttentionKernel):
         self.kernel = kernel
 
-    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+    def forward(self, q, k, v, documents, mask):
         """See [`AttentionKernel`]."""
         width = max(q.shape[-1], v.shape[-1])
         padded = (_widen(tensor, width) for tensor in (q, k, v))
-        out, lse = self.kernel.forward(*padded, q_lens, k_lens, causal=causal, scale=scale)
+        out, lse = self.kernel.forward(*padded, documents, mask)
         return out[..., : v.shape[-1]], lse
 
-    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, documents, mask):
         """See [`AttentionKernel`]."""
         width = max(q.shape[-1], v.shape[-1])
         padded = (_widen(tensor, width) for tensor in (dout, q, k, v, out))
-        grads = self.kernel.backward(*padded, lse, q_lens, k_lens, causal=causal, scale=scale)
+        grads = self.kernel.backward(*padded, lse, documents, mask)
         return tuple(grad[..., : like.shape[-1]] for grad, like in zip(grads, (q, k, v), strict=True))
 
 

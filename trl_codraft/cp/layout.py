@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from ..modeling.documents import Documents
 from .planner import BALANCE_LENGTH, Segment, Shards, plan_document, plan_hybrid
 from .ring import RowExchange, gather_rows
 
@@ -28,6 +29,10 @@ class Block:
     k_rows: slice | torch.Tensor | None
     q_lens: list[int]
     k_lens: list[int]
+
+    @property
+    def documents(self) -> Documents:
+        return Documents(self.q_lens, self.k_lens)
 
 
 class ContextLayout:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..modeling.attention_kernels import AttentionKernel, accumulation_dtype, merge_partials
+from ..modeling.documents import Documents, Mask
 from .layout import ContextLayout
 from .ring import Ring
 
@@ -82,9 +83,9 @@ class RingTrunk:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(Ts, Hq, Dv)` output and `(Ts, Hq)` log-sum-exp in the accumulation dtype."""
         wide = accumulation_dtype(q.dtype)
-        lens, shape = self.layout.local_lens(self.num_pass), TrunkShape.of(k, v)
+        documents, shape = Documents(*self.layout.local_lens(self.num_pass)), TrunkShape.of(k, v)
         visits = self._visits(k, v)
-        out, lse = self.kernel.forward(q, k, v, *lens, causal=True, scale=self.scale)
+        out, lse = self.kernel.forward(q, k, v, documents, Mask(causal=True, scale=self.scale))
         out = out.to(wide)
         for source, visitor in visits:
             block = self.layout.remote_block(source, self.num_pass)
@@ -92,7 +93,7 @@ class RingTrunk:
                 continue
             keys, values = (tensor[block.k_rows] for tensor in shape.views(visitor))
             part, part_lse = self.kernel.forward(
-                q[block.q_rows], keys, values, block.q_lens, block.k_lens, causal=False, scale=self.scale
+                q[block.q_rows], keys, values, block.documents, Mask(causal=False, scale=self.scale)
             )
             out[block.q_rows], lse[block.q_rows] = merge_partials(out[block.q_rows], lse[block.q_rows], part, part_lse)
         return out, lse
@@ -102,9 +103,9 @@ class RingTrunk:
         Gradients of `q`, `k`, `v` in the accumulation dtype. With `need_trunk=False` those of `k` and `v` are `None`
         and nothing travels home; it must be the same on all ranks.
         """
-        lens, shape = self.layout.local_lens(self.num_pass), TrunkShape.of(k, v)
+        documents, shape = Documents(*self.layout.local_lens(self.num_pass)), TrunkShape.of(k, v)
         visits = self._visits(k, v)
-        grads = self.kernel.backward(dout, q, k, v, out, lse, *lens, causal=True, scale=self.scale)
+        grads = self.kernel.backward(dout, q, k, v, out, lse, documents, Mask(causal=True, scale=self.scale))
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads)
         parts = self._block_gradients(visits, shape, dout, q, out, lse, dq)
         if need_trunk:
@@ -128,7 +129,7 @@ class RingTrunk:
                 keys, values = (tensor[block.k_rows] for tensor in shape.views(visitor))
                 part_q, *part_kv = self.kernel.backward(
                     dout[rows], q[rows], keys, values, out[rows], lse[rows],
-                    block.q_lens, block.k_lens, causal=False, scale=self.scale,
+                    block.documents, Mask(causal=False, scale=self.scale),
                 )  # fmt: skip
                 dq[rows] += part_q
                 for total, part in zip(shape.views(grads), part_kv, strict=True):
@@ -224,8 +225,8 @@ class WindowTrunk:
             out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=wide)
             return out, q.new_full(q.shape[:2], -torch.inf, dtype=wide)
         keys, values = self._with_halo(k, v)
-        lens = self.block.q_lens, self.block.k_lens
-        out, lse = self.kernel.forward(q, keys, values, *lens, causal=True, scale=self.scale)
+        documents = self.block.documents
+        out, lse = self.kernel.forward(q, keys, values, documents, Mask(causal=True, scale=self.scale))
         return out.to(wide), lse
 
     def backward(self, dout, q, k, v, out, lse, need_trunk: bool):
@@ -234,8 +235,10 @@ class WindowTrunk:
             grads = tuple(torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
             return grads if need_trunk else (grads[0], None, None)
         keys, values = self._with_halo(k, v)
-        lens = self.block.q_lens, self.block.k_lens
-        dq, *dtrunk = self.kernel.backward(dout, q, keys, values, out, lse, *lens, causal=True, scale=self.scale)
+        documents = self.block.documents
+        dq, *dtrunk = self.kernel.backward(
+            dout, q, keys, values, out, lse, documents, Mask(causal=True, scale=self.scale)
+        )
         dq = dq.to(lse.dtype)
         if not need_trunk:
             return dq, None, None

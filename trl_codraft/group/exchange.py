@@ -5,6 +5,8 @@ Shapes: `B` rows of a microbatch, `P` prompt columns, `C` completion columns, `n
 `F` values per token (log-prob, entropy).
 """
 
+import hashlib
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +24,10 @@ logger = logging.get_logger(__name__)
 
 # Longest message of a failed rank that the others repeat, in bytes.
 MAX_MESSAGE = 4000
+# Of settings that differ, an error names so many, and of their values so many characters.
+NAMED_SETTINGS = 5
+MAX_VALUE = 200
+_ABSENT = "not there"
 # Tensors that travel in one buffer start at multiples of the largest item size.
 ALIGNMENT = 8
 
@@ -149,7 +155,7 @@ class LossGroup:
         return _GatherShards.apply(values, positions, shape, self)
 
 
-def require_same(group: dist.ProcessGroup, settings: dict[str, object]) -> None:
+def require_same(group: dist.ProcessGroup, settings: dict[str, object], required: bool = True) -> None:
     """
     Checks that all ranks of a process group have the same settings. Collective.
 
@@ -157,20 +163,40 @@ def require_same(group: dist.ProcessGroup, settings: dict[str, object]) -> None:
         group (`dist.ProcessGroup`):
             The ranks.
         settings (`dict[str, object]`):
-            This rank's, by name.
+            This rank's, by what an error calls them.
+        required (`bool`, *optional*, defaults to `True`):
+            Whether this rank needs that. If no rank does, nothing is compared.
 
     Raises:
-        ValueError: on all ranks alike, naming the first setting that differs and its values.
+        ValueError: on all ranks alike, naming what differs and its values.
     """
-    by_rank: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(by_rank, settings, group=group)
-    for name in by_rank[0]:
-        values = [theirs[name] for theirs in by_rank]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"`{name}` differs between ranks: {values}, by rank. Ranks that compute losses together run the same "
-                "schedule: start all of them with the same value."
-            )
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
+    by_rank: list[tuple[str, bool]] = [("", True)] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, (digest, required), group=group)
+    if len({digest for digest, _ in by_rank}) == 1 or not any(required for _, required in by_rank):
+        return
+    all_settings: list[dict[str, object]] = [{} for _ in by_rank]
+    dist.all_gather_object(all_settings, settings, group=group)
+    names = dict.fromkeys(name for theirs in all_settings for name in theirs)
+    differences = [
+        text for name in names if (text := _difference(name, [theirs.get(name, _ABSENT) for theirs in all_settings]))
+    ]
+    if differences:
+        more = f"; and {len(differences) - NAMED_SETTINGS} more settings" if len(differences) > NAMED_SETTINGS else ""
+        raise ValueError(
+            f"Ranks disagree: {'; '.join(differences[:NAMED_SETTINGS])}{more}. They would wait for each other or compute "
+            "what does not belong together: start all of them with the same values."
+        )
+
+
+def _difference(name: str, values: list[object]) -> str | None:
+    """What a setting is on the first rank, and where and what it is on the first rank where it is something else."""
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    if not others:
+        return None
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    texts = [textwrap.shorten(str(value), MAX_VALUE) for value in (values[0], values[others[0]])]
+    return f"{name} is {texts[0]} on rank 0 and {texts[1]} on rank {others[0]}{more}"
 
 
 def new_loss_group(

@@ -6,11 +6,13 @@ Shapes: `T` packed rows, `Ts` rows of the pass (a suffix of each document), `Hq`
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from .attention_kernels import AttentionKernel, choose_kernel
-from .branch import branch_gradients, merge_branch
+from .branch import branch_gradients, merge_branch, merge_sinks, sink_gradients
+from .documents import Documents, Mask
 from .packing import PackedLayout
 
 
@@ -67,37 +69,85 @@ def branch_attention(
     if len(branch_k) != len(branch_v) or any(part.shape[0] != q.shape[0] for part in (*branch_k, *branch_v)):
         raise ValueError(f"Each branch needs a key and a value for each of the {q.shape[0]} query rows.")
     kernel = kernel if kernel is not None else choose_kernel(q)
-    return _BranchAttention.apply(q, k, v, kernel, q_lens, k_lens, scale, *branch_k, *branch_v)
+    trunk = LocalTrunk(kernel, Documents(q_lens, k_lens), Mask(causal=True, scale=scale))
+    return MergedAttention.apply(trunk, scale, q, k, v, None, None, *branch_k, *branch_v)
 
 
-class _BranchAttention(torch.autograd.Function):
-    """Trunk by the kernel, branch in closed form, merged by their log-sum-exps."""
+class Trunk(Protocol):
+    """Attention to the trunk's keys, wherever they lie. No autograd inside."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(Ts, Hq, D)` output in the dtype of `q` or a wider one, and `(Ts, Hq)` log-sum-exp in the accumulation dtype."""
+        ...
+
+    def backward(self, dout, q, k, v, out, lse, need_trunk: bool) -> tuple[torch.Tensor, ...]:
+        """
+        Gradients of `q`, `k` and `v` for the output and log-sum-exp over all keys. With `need_trunk=False` those of `k` and `v`
+        may be `None`.
+        """
+        ...
+
+
+class LocalTrunk:
+    """
+    A trunk whose keys are all here.
+
+    Args:
+        kernel ([`AttentionKernel`]): computes it.
+        documents ([`~documents.Documents`]): query and key rows per document.
+        mask ([`~documents.Mask`]): the causal one.
+    """
+
+    def __init__(self, kernel: AttentionKernel, documents: Documents, mask: Mask):
+        self.kernel, self.documents, self.mask = kernel, documents, mask
+
+    def forward(self, q, k, v):
+        """See [`Trunk`]."""
+        return self.kernel.forward(q, k, v, self.documents, self.mask)
+
+    def backward(self, dout, q, k, v, out, lse, need_trunk: bool):
+        """See [`Trunk`]."""
+        return self.kernel.backward(dout, q, k, v, out, lse, self.documents, self.mask)
+
+
+class MergedAttention(torch.autograd.Function):
+    """
+    Trunk, branch and sinks, merged by their log-sum-exps: `apply(trunk, scale, q, k, v, sinks, token, *branch_k, *branch_v)`.
+    `token` ties the call to the gathering of a trunk's keys ([`~cp.attention.gather_trunk`]) in the graph.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, kernel, q_lens, k_lens, scale, *branch):
+    def forward(ctx, trunk: Trunk, scale, q, k, v, sinks, token, *branch):
         branch_k, branch_v = _halves(branch)
-        out, lse = kernel.forward(q, k, v, q_lens, k_lens, causal=True, scale=scale)
+        out, lse = trunk.forward(q, k, v)
         if branch_k:
             out, lse = merge_branch(out, lse, q, branch_k, branch_v, scale)
-            out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *branch)
-        ctx.settings = (kernel, q_lens, k_lens, scale)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *branch)
+        ctx.trunk, ctx.scale = trunk, scale
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, lse, *branch = ctx.saved_tensors
-        kernel, q_lens, k_lens, scale = ctx.settings
+        q, k, v, out, lse, sinks, *branch = ctx.saved_tensors
         branch_k, branch_v = _halves(branch)
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, q_lens, k_lens, causal=True, scale=scale)
-        dbranch_k, dbranch_v = [], []
-        if branch_k:
+        need_k, need_v, need_sinks, need_token = (ctx.needs_input_grad[index] for index in (3, 4, 5, 6))
+        dout = dout.contiguous()
+        dq, dk, dv = ctx.trunk.backward(dout, q, k, v, out, lse, need_k or need_v or need_token)
+        dbranch_k, dbranch_v, dsinks = [], [], None
+        if branch_k or need_sinks:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
-            wide_dq = dq.to(lse.dtype)
-            dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, scale, wide_dq)
-            dq = wide_dq.to(q.dtype)
-        return dq, dk, dv, None, None, None, None, *dbranch_k, *dbranch_v
+        if branch_k:
+            dq = dq.to(lse.dtype)
+            dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, ctx.scale, dq)
+        if need_sinks:
+            dsinks = sink_gradients(sinks, lse, delta)
+        dtoken = dout.new_zeros(()) if need_token else None
+        dk, dv = (None if grad is None else grad.to(like.dtype) for grad, like in ((dk, k), (dv, v)))
+        return None, None, dq.to(q.dtype), dk, dv, dsinks, dtoken, *dbranch_k, *dbranch_v
 
 
 def _halves(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:

@@ -5,12 +5,14 @@ log-sum-exp, so that a caller may attend to further keys of its own (global log-
 Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value heads, `G = Hq / Hkv`, `D` head dim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 
+from .documents import Documents, Mask
 from .flash_operators import PackedFlash, flash_backward, flash_forward, installed_flash
 
 
@@ -18,9 +20,9 @@ class AttentionKernel(Protocol):
     """
     One way to compute softmax attention over packed documents. Stateless, no autograd inside.
 
-    Document `i` has `q_lens[i]` query rows and `k_lens[i]` key rows, in pack order. With `causal=True` its queries are
-    the last `q_lens[i]` of its `k_lens[i]` positions and see the keys up to their own; with `causal=False` they see all
-    keys. Lengths of zero are allowed; a query without a key gets output 0 and log-sum-exp `-inf`.
+    Document `i` has `q_lens[i]` query rows and `k_lens[i]` key rows, in pack order. Under a causal mask its queries are
+    the last `q_lens[i]` of its `k_lens[i]` positions and see the keys up to their own; else they see all keys. Lengths
+    of zero are allowed; a query without a key gets output 0 and log-sum-exp `-inf`.
     """
 
     def forward(
@@ -28,22 +30,17 @@ class AttentionKernel(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        causal: bool,
-        scale: float,
+        documents: Documents,
+        mask: Mask,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             q (`torch.Tensor` of shape `(Tq, Hq, D)`), k, v (`torch.Tensor` of shape `(Tk, Hkv, D)`):
                 Queries, and keys and values with heads not repeated.
-            q_lens, k_lens (`Sequence[int]`):
+            documents ([`~documents.Documents`]):
                 Query and key rows per document.
-            causal (`bool`):
+            mask ([`~documents.Mask`]):
                 See the class.
-            scale (`float`):
-                Factor on the scores.
 
         Returns:
             `tuple`: output `(Tq, Hq, D)` in the dtype of `q` and natural log-sum-exp `(Tq, Hq)` in float32 (float64
@@ -59,11 +56,8 @@ class AttentionKernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        causal: bool,
-        scale: float,
+        documents: Documents,
+        mask: Mask,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Gradients with respect to these keys when `out` and `lse` were taken over these and possibly further keys:
@@ -111,11 +105,11 @@ class ChunkedKernel:
     def __init__(self, max_scores: int = 2**24):
         self.max_scores = max_scores
 
-    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+    def forward(self, q, k, v, documents, mask):
         """See [`AttentionKernel`]."""
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        for rows, keys, scores in self._chunks(q, k, q_lens, k_lens, causal, scale):
+        for rows, keys, scores in self._chunks(q, k, documents, mask):
             chunk_lse = scores.logsumexp(dim=-1)
             probs = torch.exp(scores - chunk_lse.unsqueeze(-1))
             values = v[keys].to(probs.dtype)
@@ -123,33 +117,33 @@ class ChunkedKernel:
             lse[rows] = chunk_lse.flatten(0, 1).T
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, documents, mask):
         """See [`AttentionKernel`]."""
         wide = lse.dtype
         dq, dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
         delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
-        for rows, keys, scores in self._chunks(q, k, q_lens, k_lens, causal, scale):
+        for rows, keys, scores in self._chunks(q, k, documents, mask):
             grouped_dout = group_heads(dout[rows].to(wide), k.shape[1])
             probs = torch.exp(scores - group_heads(lse[rows].unsqueeze(-1), k.shape[1]))
             dscores = torch.einsum("hgqd,khd->hgqk", grouped_dout, v[keys].to(wide))
-            dscores = probs * (dscores - group_heads(delta[rows].unsqueeze(-1), k.shape[1])) * scale
+            dscores = probs * (dscores - group_heads(delta[rows].unsqueeze(-1), k.shape[1])) * mask.scale
             dq[rows] = ungroup_heads(torch.einsum("hgqk,khd->hgqd", dscores, k[keys].to(wide)))
             dk[keys] += torch.einsum("hgqk,hgqd->khd", dscores, group_heads(q[rows].to(wide), k.shape[1]))
             dv[keys] += torch.einsum("hgqk,hgqd->khd", probs, grouped_dout)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _chunks(self, q, k, q_lens, k_lens, causal, scale) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    def _chunks(self, q, k, documents, mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Query rows, the key rows they can see, and their scaled, masked scores (Hkv, G, q, k)."""
         wide = accumulation_dtype(q.dtype)
-        for queries, keys in documents(q_lens, k_lens):
+        for queries, keys in documents.slices():
             size = max(1, self.max_scores // ((keys.stop - keys.start) * q.shape[1]))
             for start in range(queries.start, queries.stop, size):
                 rows = slice(start, min(start + size, queries.stop))
                 # Distance from the document's end, where its last query and its last key meet.
-                seen = slice(keys.start, keys.stop - (queries.stop - rows.stop)) if causal else keys
+                seen = slice(keys.start, keys.stop - (queries.stop - rows.stop)) if mask.causal else keys
                 scores = torch.einsum("hgqd,khd->hgqk", group_heads(q[rows].to(wide), k.shape[1]), k[seen].to(wide))
-                scores = scores * scale
-                if causal:
+                scores = scores * mask.scale
+                if mask.causal:
                     num_rows, num_keys = scores.shape[-2:]
                     visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q.device)
                     scores.masked_fill_(~visible.tril(num_keys - num_rows), -torch.inf)
@@ -163,44 +157,56 @@ class SquareCausalKernel:
     Subclasses compute blocks: `_block_forward` and `_block_backward` take non-empty documents, square if causal.
     """
 
-    def forward(self, q, k, v, q_lens, k_lens, *, causal, scale):
+    def forward(self, q, k, v, documents, mask):
         """See [`AttentionKernel`]."""
-        out = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=out.dtype)
-        for queries, keys, block_causal in self._blocks(q_lens, k_lens, causal):
+        out = lse = None
+        for queries, keys, block_mask in self._blocks(documents, mask):
             rows, seen = _index(queries, q), _index(keys, k)
-            lens = ([len(piece) for piece in queries], [len(piece) for piece in keys])
-            part, part_lse = self._block_forward(q[rows], k[seen], v[seen], *lens, block_causal, scale)
-            out[rows], lse[rows] = merge_partials(out[rows], lse[rows], part, part_lse)
-        return out.to(q.dtype), lse
+            block = Documents([len(piece) for piece in queries], [len(piece) for piece in keys])
+            part, part_lse = self._block_forward(q[rows], k[seen], v[seen], block, block_mask)
+            if out is None:
+                out, lse = _among(part, rows, len(q)), _among(part_lse, rows, len(q), fill=-torch.inf)
+            else:
+                # A row is merged once, so the accumulation dtype is needed for no longer than that.
+                merged, lse[rows] = merge_partials(out[rows], lse[rows], part, part_lse)
+                out[rows] = merged.to(out.dtype)
+        if out is None:
+            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, *, causal, scale):
+    def backward(self, dout, q, k, v, out, lse, documents, mask):
         """See [`AttentionKernel`]."""
-        dq, dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
-        for queries, keys, block_causal in self._blocks(q_lens, k_lens, causal):
+        grads = None
+        for queries, keys, block_mask in self._blocks(documents, mask):
             rows, seen = _index(queries, q), _index(keys, k)
-            lens = ([len(piece) for piece in queries], [len(piece) for piece in keys])
-            arguments = (dout[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], *lens)
-            parts = self._block_backward(*arguments, block_causal, scale)
-            for total, index, part in zip((dq, dk, dv), (rows, seen, seen), parts, strict=True):
-                total[index] += part
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            block = Documents([len(piece) for piece in queries], [len(piece) for piece in keys])
+            arguments = (dout[rows], q[rows], k[seen], v[seen], out[rows], lse[rows])
+            parts = self._block_backward(*arguments, block, block_mask)
+            places = (rows, seen, seen)
+            if grads is None:
+                sizes = (len(q), len(k), len(v))
+                grads = [_among(*argument) for argument in zip(parts, places, sizes, strict=True)]
+            else:
+                # The two blocks have no key in common, so no gradient is a sum of more than two parts.
+                for total, index, part in zip(grads, places, parts, strict=True):
+                    total[index] += part
+        return (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)) if grads is None else tuple(grads)
 
-    def _blocks(self, q_lens, k_lens, causal) -> Iterator[tuple[list[range], list[range], bool]]:
-        """At most two groups of documents: (query rows, key rows, causal)."""
+    def _blocks(self, documents, mask) -> Iterator[tuple[list[range], list[range], Mask]]:
+        """At most two groups of documents: (query rows, key rows, mask)."""
         prefix, suffix = [], []
-        for queries, keys in documents(q_lens, k_lens):
+        for queries, keys in documents.slices():
             queries, keys = range(queries.start, queries.stop), range(keys.start, keys.stop)
-            if not causal:
+            if not mask.causal:
                 prefix.append((queries, keys))
                 continue
             before = len(keys) - len(queries)
             suffix.append((queries, keys[before:]))
             if before:
                 prefix.append((queries, keys[:before]))
-        for pairs, block_causal in ((suffix, True), (prefix, False)):
+        for pairs, causal in ((suffix, True), (prefix, False)):
             if pairs:
-                yield [queries for queries, _ in pairs], [keys for _, keys in pairs], block_causal
+                yield [queries for queries, _ in pairs], [keys for _, keys in pairs], replace(mask, causal=causal)
 
 
 class CpuFlashKernel(SquareCausalKernel):
@@ -209,20 +215,25 @@ class CpuFlashKernel(SquareCausalKernel):
     (it has no packed form). It crashes the process on empty documents, which never get this far.
     """
 
-    def _block_forward(self, q, k, v, q_lens, k_lens, causal, scale):
+    def _block_forward(self, q, k, v, documents, mask):
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-        for queries, keys in documents(q_lens, k_lens):
+        for queries, keys in documents.slices():
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads_first(q[queries]), _heads_first(k[keys]), _heads_first(v[keys]), 0.0, causal, scale=scale
+                _heads_first(q[queries]),
+                _heads_first(k[keys]),
+                _heads_first(v[keys]),
+                0.0,
+                mask.causal,
+                scale=mask.scale,
             )
             out[queries] = part[0].transpose(0, 1)
             lse[queries] = part_lse[0].T
         return out, lse
 
-    def _block_backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale):
+    def _block_backward(self, dout, q, k, v, out, lse, documents, mask):
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for queries, keys in documents(q_lens, k_lens):
+        for queries, keys in documents.slices():
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(dout[queries]),
                 _heads_first(q[queries]),
@@ -231,8 +242,8 @@ class CpuFlashKernel(SquareCausalKernel):
                 _heads_first(out[queries]),
                 lse[queries].T.unsqueeze(0),
                 0.0,
-                causal,
-                scale=scale,
+                mask.causal,
+                scale=mask.scale,
             )
             for total, index, part in zip((dq, dk, dv), (queries, keys, keys), parts, strict=True):
                 total[index] = part[0].transpose(0, 1)
@@ -251,11 +262,11 @@ class CudaFlashKernel(SquareCausalKernel):
     def __init__(self, operator: PackedFlash | None = None):
         self.operator = operator if operator is not None else installed_flash()
 
-    def _block_forward(self, q, k, v, q_lens, k_lens, causal, scale):
-        return flash_forward(self.operator, q, k, v, q_lens, k_lens, causal, scale)
+    def _block_forward(self, q, k, v, documents, mask):
+        return flash_forward(self.operator, q, k, v, documents, mask)
 
-    def _block_backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale):
-        return flash_backward(self.operator, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale)
+    def _block_backward(self, dout, q, k, v, out, lse, documents, mask):
+        return flash_backward(self.operator, dout, q, k, v, out, lse, documents, mask)
 
 
 def choose_kernel(q: torch.Tensor) -> AttentionKernel:
@@ -278,21 +289,21 @@ def choose_kernel(q: torch.Tensor) -> AttentionKernel:
     return ChunkedKernel()
 
 
-def documents(q_lens: Sequence[int], k_lens: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Query and key rows of each document that has both."""
-    q_start = k_start = 0
-    for q_len, k_len in zip(q_lens, k_lens, strict=True):
-        if q_len and k_len:
-            yield slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
-        q_start, k_start = q_start + q_len, k_start + k_len
-
-
 def _index(pieces: list[range], like: torch.Tensor) -> slice | torch.Tensor:
     """Rows of the pieces: a slice (no copy) where they are adjacent, else their indices."""
     if all(left.stop == right.start for left, right in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
     # Built on the CPU: one copy instead of one kernel launch per document.
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(like.device)
+
+
+def _among(part: torch.Tensor, rows: slice | torch.Tensor, num_rows: int, fill: float = 0.0) -> torch.Tensor:
+    """The rows of a block among all rows; itself if it has them all."""
+    if isinstance(rows, slice) and rows == slice(0, num_rows):
+        return part
+    whole = part.new_full((num_rows, *part.shape[1:]), fill)
+    whole[rows] = part
+    return whole
 
 
 def group_heads(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

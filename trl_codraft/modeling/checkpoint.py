@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..naming import few, sentences
 from .configuration_eagle3 import Eagle3DraftConfig
-from .disk_config import config_from_disk, config_to_disk
-from .draft_folder import CONFIG_NAME, read_config, read_tensors, resolve_folder, write_folder
+from .disk_config import config_from_disk, config_to_disk, layer_section, logit_scale_from_disk
+from .draft_folder import CONFIG_NAME, read_config, read_tensors, resolve_folder, tensor_names, write_folder
 from .modeling_eagle3 import Eagle3DraftModel
 from .taps import is_elsewhere
 
@@ -76,6 +77,41 @@ def canonical_name(name: str) -> str:
         if name.startswith(legacy):
             return f"fc_norm.{tap}." + name.removeprefix(legacy)
     return name
+
+
+def num_layers_of(names: Iterable[str]) -> int:
+    """
+    How many layers the tensors of these canonical names make up; 0 if there is none of a layer.
+
+    Raises:
+        ValueError: if a layer in between is missing.
+    """
+    indices = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    found = sorted(int(index) for index in indices if index.isdecimal())
+    if found != list(range(len(found))):
+        raise ValueError(
+            f"The draft's tensors are of layers {few(found)}: layers count from 0 without a gap. Rename them."
+        )
+    return len(found)
+
+
+def read_draft_config(path_or_repo: str | os.PathLike, policy_config: Any = None) -> Eagle3DraftConfig:
+    """
+    The configuration of a draft on disk, as [`load_draft`] reads it, without its weights.
+
+    Args:
+        path_or_repo (`str` or `os.PathLike`):
+            Folder or Hub repository id.
+        policy_config ([`~transformers.PreTrainedConfig`], *optional*):
+            The policy's text configuration.
+
+    Raises:
+        ValueError: as in [`load_draft`].
+    """
+    folder = resolve_folder(path_or_repo)
+    names = [canonical_name(name) for name in tensor_names(folder)]
+    refuse_policy_folder(folder, names)
+    return config_from_disk(read_config(folder), policy_config, num_layers_of(names))
 
 
 def is_second_hidden_norm(name: str) -> bool:
@@ -179,13 +215,18 @@ def load_draft(
         ValueError: naming the missing, extra or mis-shaped tensors, the unsupported feature, or the mismatch with the
             policy.
     """
+    if torch.get_default_device().type == "meta":
+        raise ValueError(
+            "`from_pretrained` inside `torch.device('meta')` would throw the draft's weights away. Call it outside, or build "
+            "`Eagle3DraftModel(config)` on the meta device and load weights after `to_empty`."
+        )
     folder = resolve_folder(path_or_repo, subfolder=subfolder, **hub_kwargs)
     raw = read_config(folder)
     policy_config = policy.config.get_text_config() if policy is not None else None
     tensors = {canonical_name(name): tensor for name, tensor in read_tensors(folder).items()}
     refuse_policy_folder(folder, tensors)
     refuse_foreign_tensors(tensors)
-    config = config_from_disk(raw, policy_config)
+    config = config_from_disk(raw, policy_config, num_layers_of(tensors))
     if policy is not None:
         check_config_fits_policy(config, policy_config)
     embedding = tensors.pop("embed_tokens.weight", None)
@@ -193,10 +234,15 @@ def load_draft(
         check_embedding(embedding, policy)
     target_ids = read_vocab_map(config, tensors)
     if "lm_head.weight" not in tensors and config.draft_vocab_size == config.vocab_size and policy is not None:
+        if layer_section(raw).get("tie_word_embeddings") and not policy_config.tie_word_embeddings:
+            raise ValueError(
+                "The draft's head is the embedding (`tie_word_embeddings: true` and no `lm_head.weight`), and the policy's "
+                "head is not. Write the embedding as `lm_head.weight`, and false for the key."
+            )
         tensors["lm_head.weight"] = policy.get_output_embeddings().weight.detach()
     check_tensors(config, tensors)
-    if raw.get("logit_scale") not in (None, 1.0):
-        tensors["lm_head.weight"] = tensors["lm_head.weight"].float() * raw["logit_scale"]
+    if logit_scale_from_disk(raw) != 1.0:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].float() * logit_scale_from_disk(raw)
 
     draft = model_class(config, compute_dtype)
     if target_ids is not None:
@@ -256,6 +302,10 @@ def check_embedding(embedding: torch.Tensor, policy: nn.Module) -> None:
     if is_elsewhere(table):
         return
     live = table.weight.detach().to("cpu")
+    # Either may be padded beyond the vocabulary.
+    vocab_size = policy.config.get_text_config().vocab_size
+    if embedding.shape != live.shape and min(len(embedding), len(live)) >= vocab_size:
+        embedding, live = embedding[:vocab_size], live[:vocab_size]
     if embedding.shape != live.shape:
         raise ValueError(
             f"The draft's own `embed_tokens` has shape {tuple(embedding.shape)}, the policy's {tuple(live.shape)}."
@@ -291,7 +341,7 @@ def refuse_foreign_tensors(tensors: dict[str, torch.Tensor]) -> None:
     }
     for feature, names in named.items():
         if names:
-            raise ValueError(f"The draft has {feature}, which is not supported: {', '.join(sorted(names))}.")
+            raise ValueError(f"The draft has {feature}, which is not supported: {few(sorted(names))}.")
 
 
 def read_vocab_map(config: Eagle3DraftConfig, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -353,11 +403,12 @@ def check_tensors(config: Eagle3DraftConfig, tensors: Mapping[str, torch.Tensor]
         ValueError: naming every tensor that is missing, extra, mis-shaped or quantised.
     """
     problems = shape_problems(expected_shapes(config), tensors, without=VOCAB_MAPS)
-    problems += [
-        f"tensor `{name}` has dtype {tensor.dtype}, and quantised weights are not read"
-        for name, tensor in tensors.items()
-        if tensor.dtype not in READABLE_DTYPES
+    unreadable = [
+        f"`{name}` has dtype {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in READABLE_DTYPES
     ]
+    problems += sentences(
+        unreadable, "tensor {}, and quantised weights are not read", "quantised weights are not read"
+    )
     if problems:
         raise ValueError("The draft checkpoint cannot be read: " + "; ".join(problems) + ".")
 
@@ -365,11 +416,18 @@ def check_tensors(config: Eagle3DraftConfig, tensors: Mapping[str, torch.Tensor]
 def shape_problems(
     expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], without: Iterable[str] = ()
 ) -> list[str]:
-    """One sentence for each tensor that is missing, extra or mis-shaped."""
+    """A sentence for each tensor that is missing, extra or mis-shaped, or, where they are many, one for them all."""
     skipped = set(without)
-    problems = [f"missing tensor `{name}`" for name in expected if name not in tensors and name not in skipped]
-    problems += [f"extra tensor `{name}`" for name in tensors if name not in expected and name not in skipped]
-    for name, shape in expected.items():
-        if name in tensors and name not in skipped and tuple(tensors[name].shape) != shape:
-            problems.append(f"tensor `{name}` has shape {tuple(tensors[name].shape)}, expected {shape}")
-    return problems
+    wanted = {name: shape for name, shape in expected.items() if name not in skipped}
+    missing = [f"`{name}`" for name in wanted if name not in tensors]
+    extra = [f"`{name}`" for name in tensors if name not in expected and name not in skipped]
+    misshaped = [
+        f"`{name}` has shape {tuple(tensors[name].shape)}, expected {shape}"
+        for name, shape in wanted.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    return [
+        *sentences(missing, "missing tensor {}", "missing tensors"),
+        *sentences(extra, "extra tensor {}", "extra tensors"),
+        *sentences(misshaped, "tensor {}", "tensors of another shape"),
+    ]

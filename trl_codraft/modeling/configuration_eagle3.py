@@ -33,6 +33,8 @@ _ROPE_FIELDS = {
 }
 # Those without which there are no frequencies; the rest have defaults.
 _REQUIRED_ROPE_FIELDS = {**_ROPE_FIELDS, "yarn": ("factor",)}
+# What a policy's configuration must say for a draft to have its sizes.
+_POLICY_FIELDS = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 def default_tap_layers(num_policy_layers: int) -> list[int]:
@@ -158,7 +160,8 @@ class Eagle3DraftConfig(PreTrainedConfig):
         A RoPE type whose frequencies follow the length of the text (`"dynamic"`, `"longrope"`) or that rotates in its
         own way becomes plain RoPE at the policy's `rope_theta`; of per-layer-type parameters those of full attention
         are taken, of sizes that differ between layers those of the first. A mixture of experts gets one dense MLP as wide
-        as its active experts, within 2 to 4 times `hidden_size`; latent attention gets ordinary heads of width 128.
+        as its active experts, within 2 to 4 times `hidden_size`; latent attention and state-space models get
+        ordinary heads of width 128.
 
         Args:
             policy_config ([`~transformers.PreTrainedConfig`]):
@@ -180,6 +183,12 @@ class Eagle3DraftConfig(PreTrainedConfig):
                 f"Unknown draft settings {unknown}: no field of `Eagle3DraftConfig`. Valid ones: {sorted(valid)}."
             )
         text_config = policy_config.get_text_config()
+        missing = [name for name in _POLICY_FIELDS if getattr(text_config, name, None) is None]
+        if missing:
+            raise ValueError(
+                f"The configuration of model type `{policy_config.model_type}` has no {missing}, from which a draft takes its "
+                "sizes. Set `use_draft=False` to train without a draft."
+            )
         # Layers may differ in their heads (Gemma 4) or MLPs, and such a configuration refuses to give one for all.
         first_layer = text_config.per_layer_config[0]
         fields = {
@@ -309,9 +318,10 @@ def _dense_intermediate_size(config: PreTrainedConfig) -> int:
 
 def _attention_sizes(config: PreTrainedConfig) -> dict[str, int]:
     """Heads and head width: the policy's, or ordinary ones for policies whose attention is of another kind."""
-    num_heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None) is not None:
-        # Latent attention has as many key heads as query heads and no head width an ordinary block could share.
+    num_heads = getattr(config, "num_attention_heads", None)
+    if num_heads is None or getattr(config, "kv_lora_rank", None) is not None:
+        # State-space models have no heads. Latent attention has as many key heads as query heads and no head width an
+        # ordinary block could share.
         num_heads = max(1, config.hidden_size // 128)
         num_key_value_heads = next(count for count in range(min(8, num_heads), 0, -1) if num_heads % count == 0)
         head_dim = 128 if config.hidden_size >= 128 else config.hidden_size

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from ..naming import few, shown
 from .configuration_eagle3 import Eagle3DraftConfig, default_tap_layers
+from .foreign_keys import NORM_FLAGS, PARALLEL_DRAFTING_KEYS, ROPE_READ, TAP_KEY, refuse_unread_keys
 
 
 # Read as they are wherever they stand; a value of another kind would surface far from here.
@@ -43,10 +45,23 @@ READABLE_ARCHITECTURES = (
     "Eagle3DraftModel",
     "Eagle3Speculator",
 )
-NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What a layer computes: two values of one of these in a file leave open which draft it is.
+MEANING_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "vocab_size",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "logit_scale",
+    "num_aux_hidden_states",
+)
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
-PARALLEL_DRAFTING_KEYS = ("parallel_drafting", "pard_token", "ptd_token_id", "mask_token_id")
-TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 # What every reader falls back to, and what transformers' Llama configuration uses.
 DEFAULT_ROPE_THETA = 10000.0
 
@@ -185,13 +200,13 @@ def check_sections(raw: Mapping[str, Any]) -> None:
         _check_kind(section, "logit_scale", (int, float), "a number")
     names = raw.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"`architectures` in the draft's config.json must be a list of names, not {names!r}.")
+        raise ValueError(f"`architectures` in the draft's config.json must be a list of names, not {shown(names)}.")
 
 
 def _check_kind(section: Mapping[str, Any], key: str, kind: type | tuple[type, ...], words: str) -> None:
     """Raises ValueError unless the value is of the kind, null or absent."""
     if section.get(key) is not None and not isinstance(section[key], kind):
-        raise ValueError(f"`{key}` in the draft's config.json must be {words}, not {section[key]!r}.")
+        raise ValueError(f"`{key}` in the draft's config.json must be {words}, not {shown(section[key])}.")
 
 
 def layer_section(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,19 +224,35 @@ def rope_from_disk(layer: Mapping[str, Any]) -> dict[str, Any]:
     RoPE parameters in the flat form of transformers 5 from either spelling.
 
     Raises:
-        ValueError: for one set of parameters per layer type, which a draft layer cannot choose from.
+        ValueError: for one set of parameters per layer type, which a draft layer cannot choose from, or spellings that
+            differ.
     """
-    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope, scaling = dict(layer.get("rope_parameters") or {}), dict(layer.get("rope_scaling") or {})
+    for section in (rope, scaling):
+        if "type" in section:
+            section.setdefault("rope_type", section.pop("type"))
+    if rope and scaling and scaling != {key: rope.get(key) for key in scaling}:
+        raise ValueError(
+            f"The draft's config.json says two things of RoPE: {shown(scaling)} in `rope_scaling`, {shown(rope)} in "
+            "`rope_parameters`. Keep the one the draft was trained with."
+        )
+    rope = rope or scaling
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
             f"The draft's `rope_parameters` hold one set per layer type ({sorted(rope)}); a draft layer needs one flat "
             "set. Keep the set the draft was trained with."
         )
-    legacy_type = rope.pop("type", None)
-    rope.setdefault("rope_type", legacy_type or "default")
+    rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or "default"
     given = [section["rope_theta"] for section in (rope, layer) if section.get("rope_theta") is not None]
+    if len(set(given)) > 1:
+        raise ValueError(
+            f"The draft's config.json says two values of `rope_theta`: {given[0]} in its RoPE parameters, {given[1]} beside "
+            "them. Keep the one the draft was trained with."
+        )
     rope["rope_theta"] = given[0] if given else DEFAULT_ROPE_THETA
-    return rope
+    # Without what says nothing of a draft: neutral keys, checked in `foreign_keys.py`, and nulls.
+    return {key: value for key, value in rope.items() if key in ROPE_READ and value is not None}
 
 
 def is_tap_list(value: Any) -> bool:
@@ -240,7 +271,7 @@ def taps_from_disk(raw: Mapping[str, Any], num_policy_layers: int | None) -> lis
     nested = (raw.get("eagle_config") or {}).get(TAP_KEY)
     found = raw.get(TAP_KEY) or nested
     if found and not is_tap_list(found):
-        raise ValueError(f"`{TAP_KEY}` in the draft's config.json must be a list of integers, not {found!r}.")
+        raise ValueError(f"`{TAP_KEY}` in the draft's config.json must be a list of integers, not {shown(found)}.")
     if found:
         return list(found) if raw.get(TAP_KEY) else [tap + 1 for tap in nested]
     if num_policy_layers is None:
@@ -300,9 +331,32 @@ def refuse_foreign_config(raw: Mapping[str, Any]) -> None:
             f"The draft is a {architecture} of model type {layer.get('model_type')!r}; only the plain Llama block "
             f"({', '.join(READABLE_ARCHITECTURES)}) can be read."
         )
+    refuse_unread_keys(raw)
+    section = raw.get("transformer_layer_config") or {}
+    two = [key for key in MEANING_KEYS if None not in (raw.get(key), section.get(key)) and raw[key] != section[key]]
+    if two:
+        raise ValueError(
+            "The draft's config.json says two things: "
+            + few(
+                (
+                    f"`{key}` is {shown(raw[key])} but {shown(section[key])} in `transformer_layer_config`"
+                    for key in two
+                ),
+                "; ",
+            )
+            + ". Keep the one the draft was trained with in both places."
+        )
 
 
-def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle3DraftConfig:
+def logit_scale_from_disk(raw: Mapping[str, Any]) -> float:
+    """The factor of the logits, wherever the file says it."""
+    found = (section.get("logit_scale") for section in (raw, raw.get("transformer_layer_config") or {}))
+    return next((value for value in found if value is not None), 1.0)
+
+
+def config_from_disk(
+    raw: Mapping[str, Any], policy_config: Any = None, num_layers: int | None = None
+) -> Eagle3DraftConfig:
     """
     Reads the content of a draft's `config.json`: flat (EAGLE, SpecForge, SGLang), speculators, or both.
 
@@ -315,6 +369,8 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
         policy_config ([`~transformers.PreTrainedConfig`], *optional*):
             The policy's text configuration, for what the file leaves out (tap layers, `target_hidden_size`, a
             `max_position_embeddings` shorter than the policy's).
+        num_layers (`int`, *optional*):
+            Layers that the tensors hold. They decide: some files hold the policy's number.
 
     Returns:
         [`Eagle3DraftConfig`]
@@ -328,6 +384,15 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
     absent = [key for key in REQUIRED_KEYS if layer.get(key) is None]
     if absent:
         raise ValueError(f"The draft's config.json lacks {', '.join(absent)}.")
+    taps = taps_from_disk(
+        raw, raw.get("target_num_hidden_layers") if policy_config is None else policy_config.num_hidden_layers
+    )
+    counted = layer.get("num_aux_hidden_states") or raw.get("num_aux_hidden_states")
+    if counted not in (None, len(taps)):
+        raise ValueError(
+            f"`num_aux_hidden_states` in the draft's config.json is {shown(counted)}, but there are {len(taps)} tap layers: "
+            f"{taps}. Write the tap layers the draft was trained with in `{TAP_KEY}`."
+        )
     rope = rope_from_disk(layer)
     num_policy_layers = raw.get("target_num_hidden_layers")
     max_position_embeddings = layer.get("max_position_embeddings") or 2048
@@ -351,7 +416,7 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
     return Eagle3DraftConfig(
         hidden_size=layer["hidden_size"],
         intermediate_size=layer["intermediate_size"],
-        num_hidden_layers=layer.get("num_hidden_layers") or 1,
+        num_hidden_layers=num_layers or layer.get("num_hidden_layers") or 1,
         num_attention_heads=heads,
         num_key_value_heads=layer.get("num_key_value_heads") or heads,
         head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
@@ -360,7 +425,7 @@ def config_from_disk(raw: Mapping[str, Any], policy_config: Any = None) -> Eagle
         vocab_size=layer["vocab_size"],
         draft_vocab_size=raw.get("draft_vocab_size") or layer["vocab_size"],
         target_hidden_size=raw.get("target_hidden_size") or layer["hidden_size"],
-        tap_layers=taps_from_disk(raw, num_policy_layers),
+        tap_layers=taps,
         num_policy_layers=num_policy_layers,
         max_position_embeddings=max_position_embeddings,
         rope_parameters=rope,

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+
+from ..naming import few
 
 
 CONFIG_NAME = "config.json"
@@ -110,7 +112,7 @@ def weight_files(folder: Path) -> list[Path]:
         shards = sorted(set(places.values()))
         lost = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
         if lost:
-            raise ValueError(f"{folder / name} names shards that are not there: {', '.join(lost)}.")
+            raise ValueError(f"{folder / name} names shards that are not there: {few(lost)}.")
         return [folder / shard for shard in shards]
     raise ValueError(f"{folder} holds no weights: looked for {', '.join(WEIGHT_FILES)}.")
 
@@ -138,9 +140,30 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         found = _read_file(file)
         repeated = tensors.keys() & found.keys()
         if repeated:
-            raise ValueError(f"{file} repeats tensors of another shard: {', '.join(sorted(repeated))}.")
+            raise ValueError(f"{file} repeats tensors of another shard: {few(sorted(repeated))}.")
         tensors |= found
     return tensors
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """
+    Names of all tensors of a folder on disk, of safetensors without reading the tensors.
+
+    Raises:
+        ValueError: as in [`read_tensors`].
+    """
+    names: list[str] = []
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            names += _read_file(file)
+            continue
+        _refuse_pointer(file)
+        try:
+            with safe_open(file, "pt") as opened:
+                names += opened.keys()
+        except (SafetensorError, RuntimeError, ValueError) as error:
+            raise ValueError(_damage(file, error)) from error
+    return names
 
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:

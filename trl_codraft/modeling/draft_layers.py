@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .configuration_eagle3 import Eagle3DraftConfig
@@ -80,28 +81,35 @@ class DraftRMSNorm(nn.Module):
 
 class DraftRotary(nn.Module):
     """
-    RoPE with the frequencies of Transformers' own initialisers. They stay in float32 whatever the draft is cast to.
+    RoPE with the frequencies of Transformers' own initialisers. They follow from the configuration, so they are no
+    buffer: casts, meta devices and `to_empty` leave them as they are.
 
     Args:
         config ([`Eagle3DraftConfig`]): RoPE parameters and head dim.
+
+    Attributes:
+        inv_freq (`torch.Tensor` of shape `(D / 2,)`): the frequencies, float32 on the CPU.
+        attention_scaling (`float`): factor on cosines and sines.
     """
 
     def __init__(self, config: Eagle3DraftConfig):
         super().__init__()
-        rotary = LlamaRotaryEmbedding(config)
-        self.attention_scaling = rotary.attention_scaling
-        self.register_buffer("inv_freq", rotary.inv_freq.float(), persistent=False)
+        rope_type = config.rope_parameters["rope_type"]
+        frequencies = ROPE_INIT_FUNCTIONS.get(rope_type, LlamaRotaryEmbedding.compute_default_rope_parameters)
+        with torch.device("cpu"):
+            inv_freq, self.attention_scaling = frequencies(config)
+        self.inv_freq = self._placed = inv_freq.float()
 
-    def _apply(self, fn, recurse=True):
-        inv_freq = self.inv_freq
-        super()._apply(fn, recurse)
-        self.inv_freq = inv_freq.to(self.inv_freq.device)
-        return self
+    def _on(self, device: torch.device) -> torch.Tensor:
+        """The frequencies on a device, copied there once."""
+        if self._placed.device != device:
+            self._placed = self.inv_freq.to(device)
+        return self._placed
 
     def forward(self, position_ids: torch.Tensor, compute_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines `(..., 1, D)` of int positions `(...)`, in float32 (float64 for a float64 draft)."""
         wide = torch.promote_types(compute_dtype, torch.float32)
-        angles = position_ids.to(wide)[..., None, None] * self.inv_freq.to(wide)
+        angles = position_ids.to(wide)[..., None, None] * self._on(position_ids.device).to(wide)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 

@@ -8,13 +8,14 @@ Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value head
 
 import importlib.metadata
 import logging
-from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from packaging.version import Version
+
+from .documents import Documents, Mask
 
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,10 @@ class PackedFlash(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        causal: bool,
-        scale: float,
-        window_left: int | None,
+        documents: Documents,
+        mask: Mask,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(Tq, Hq, D)` and float32 log-sum-exp `(Hq, Tq)`; `window_left` keys are seen before a query's own."""
+        """Output `(Tq, Hq, D)` and float32 log-sum-exp `(Hq, Tq)`."""
         ...
 
     def backward(
@@ -45,11 +43,8 @@ class PackedFlash(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        causal: bool,
-        scale: float,
-        window_left: int | None,
+        documents: Documents,
+        mask: Mask,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of `q`, `k` and `v`, in their dtypes; `lse` is `(Hq, Tq)` and contiguous."""
         ...
@@ -58,22 +53,22 @@ class PackedFlash(Protocol):
 class TorchFlash:
     """The operator behind `torch.nn.attention.varlen`; needs no further package."""
 
-    def forward(self, q, k, v, q_lens, k_lens, causal, scale, window_left):
+    def forward(self, q, k, v, documents, mask):
         """See [`PackedFlash`]."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
-            *_offsets_and_lengths(q_lens, k_lens, q.device),
+            *_offsets_and_lengths(documents, q.device),
             0.0,
-            causal,
+            mask.causal,
             return_debug_mask=False,
-            scale=scale,
-            **self._window(window_left),
+            scale=mask.scale,
+            **self._window(mask.window),
         )
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left):
+    def backward(self, dout, q, k, v, out, lse, documents, mask):
         """See [`PackedFlash`]."""
         return torch.ops.aten._flash_attention_backward(
             dout,
@@ -82,14 +77,14 @@ class TorchFlash:
             v,
             out,
             lse,
-            *_offsets_and_lengths(q_lens, k_lens, q.device),
+            *_offsets_and_lengths(documents, q.device),
             0.0,
-            causal,
+            mask.causal,
             # Without dropout the kernel does not read the random state; these are the placeholders torch itself passes.
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
-            scale=scale,
-            **self._window(window_left),
+            scale=mask.scale,
+            **self._window(mask.window),
         )
 
     @staticmethod
@@ -106,12 +101,12 @@ class FlashAttention2:
         self._forward = flash_attn_interface._flash_attn_varlen_forward
         self._backward = flash_attn_interface._flash_attn_varlen_backward
 
-    def forward(self, q, k, v, q_lens, k_lens, causal, scale, window_left):
+    def forward(self, q, k, v, documents, mask):
         """See [`PackedFlash`]."""
-        out, lse, *_ = self._forward(q, k, v, **self._settings(q_lens, k_lens, q.device, causal, scale, window_left))
+        out, lse, *_ = self._forward(q, k, v, **self._settings(documents, mask, q.device))
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left):
+    def backward(self, dout, q, k, v, out, lse, documents, mask):
         """See [`PackedFlash`]."""
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self._backward(
@@ -125,24 +120,24 @@ class FlashAttention2:
             dk,
             dv,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._settings(q_lens, k_lens, q.device, causal, scale, window_left),
+            **self._settings(documents, mask, q.device),
         )
         return dq, dk, dv
 
     @staticmethod
-    def _settings(q_lens, k_lens, device, causal, scale, window_left) -> dict:
-        q_offsets, k_offsets, longest_q, longest_k = _offsets_and_lengths(q_lens, k_lens, device)
+    def _settings(documents, mask, device) -> dict:
+        q_offsets, k_offsets, longest_q, longest_k = _offsets_and_lengths(documents, device)
         return {
             "cu_seqlens_q": q_offsets,
             "cu_seqlens_k": k_offsets,
             "max_seqlen_q": longest_q,
             "max_seqlen_k": longest_k,
             "dropout_p": 0.0,
-            "softmax_scale": scale,
-            "causal": causal,
+            "softmax_scale": mask.scale,
+            "causal": mask.causal,
             # A negative number on the left means no window.
-            "window_size_left": -1 if window_left is None else window_left,
-            "window_size_right": -1 if window_left is None else 0,
+            "window_size_left": -1 if mask.window is None else mask.window,
+            "window_size_right": -1 if mask.window is None else 0,
             "softcap": 0.0,
             "alibi_slopes": None,
         }
@@ -165,20 +160,20 @@ def installed_flash() -> PackedFlash:
         return TorchFlash()
 
 
-def flash_forward(operator: PackedFlash, q, k, v, q_lens, k_lens, causal, scale, window_left=None):
+def flash_forward(operator: PackedFlash, q, k, v, documents: Documents, mask: Mask):
     """Output `(Tq, Hq, D)` and log-sum-exp `(Tq, Hq)` of non-empty documents; any head dim up to 256."""
     head_dim = q.shape[-1]
     q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
-    out, lse = operator.forward(q, k, v, q_lens, k_lens, causal, scale, window_left)
+    out, lse = operator.forward(q, k, v, documents, mask)
     return out[..., :head_dim], lse.T
 
 
-def flash_backward(operator: PackedFlash, dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left=None):
+def flash_backward(operator: PackedFlash, dout, q, k, v, out, lse, documents: Documents, mask: Mask):
     """Gradients of [`flash_forward`] for an output and log-sum-exp that may cover further keys."""
     head_dim = q.shape[-1]
     dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
     lse = lse.T.contiguous()
-    parts = operator.backward(dout, q, k, v, out, lse, q_lens, k_lens, causal, scale, window_left)
+    parts = operator.backward(dout, q, k, v, out, lse, documents, mask)
     return tuple(part[..., :head_dim] for part in parts)
 
 
@@ -187,7 +182,8 @@ def _pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).contiguous()
 
 
-def _offsets_and_lengths(q_lens, k_lens, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _offsets_and_lengths(documents: Documents, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Where documents begin, int32 `[0, l0, l0+l1, ...]`, for queries and keys, and the longest of each."""
-    offsets = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in (q_lens, k_lens))
-    return *offsets, max(q_lens), max(k_lens)
+    lengths = documents.q_lens, documents.k_lens
+    offsets = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in lengths)
+    return *offsets, *map(max, lengths)

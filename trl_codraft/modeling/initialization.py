@@ -29,8 +29,8 @@ _LOGIT_SPREAD = 1.6
 
 def fill_at_random(modules: Iterable[nn.Module], seed: int, std: float | None = None) -> None:
     """
-    Fills the draft's linears with normal numbers and sets its norms to ones. Numbers are drawn on the CPU in
-    float32 from a generator of our own: equal on every device and rank, and the global random state does not move.
+    Fills the draft's linears with normal numbers and sets its norms to ones; weights on the meta device are left out.
+    Numbers are drawn on the CPU in float32 from a generator of our own: equal on every device and rank, and the global random state does not move.
 
     Args:
         modules (`Iterable[nn.Module]`):
@@ -40,14 +40,15 @@ def fill_at_random(modules: Iterable[nn.Module], seed: int, std: float | None = 
         std (`float`, *optional*):
             Their standard deviation; `in_features ** -0.5` of each linear if not given.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
         for module in modules:
             if isinstance(module, DraftRMSNorm):
                 module.weight.fill_(1.0)
-            elif isinstance(module, DraftLinear):
+            elif isinstance(module, DraftLinear) and not module.weight.is_meta:
                 spread = std if std is not None else module.weight.shape[1] ** -0.5
-                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * spread)
+                numbers = torch.randn(module.weight.shape, generator=generator, device="cpu")
+                module.weight.copy_(numbers * spread)
 
 
 @torch.no_grad()

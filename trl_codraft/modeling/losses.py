@@ -12,13 +12,15 @@ gradient and the head's gradient are finished inside the sweep (as in Liger's fu
 `(rows, V)` tensor outlives a chunk, and the backward only scales.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from .attention import branch_attention
 from .modeling_eagle3 import Eagle3DraftModel
-from .packing import DraftBatch
+from .packing import DraftBatch, PackedLayout
 from .teacher import PolicyHead
 
 
@@ -52,28 +54,12 @@ def zero_counters(num_passes: int, device: torch.device) -> dict[str, torch.Tens
     return counters | {name: torch.zeros((), dtype=torch.float64, device=device) for name in SCALAR_COUNTERS}
 
 
-def draft_loss(
-    draft: Eagle3DraftModel,
-    head: PolicyHead,
-    batch: DraftBatch,
-    *,
-    num_passes: int,
-    decay: float,
-    chunk_size: int,
-    teacher_temperature: float = 1.0,
-    rollout_temperature: float = 1.0,
-    detach_passes: bool = False,
-) -> DraftLoss:
+@dataclass(frozen=True)
+class LossSettings:
     """
-    Soft cross-entropy of a draft against the policy over all TTT passes, plus what the metrics need.
+    What the draft's loss is computed with.
 
     Args:
-        draft ([`Eagle3DraftModel`]):
-            The draft.
-        head ([`PolicyHead`]):
-            The policy's head; entered with `gathered()` once, whatever the batch holds.
-        batch ([`DraftBatch`]):
-            Packed rows with taps and last hidden states.
         num_passes (`int`):
             TTT passes `K`.
         decay (`float`):
@@ -87,34 +73,119 @@ def draft_loss(
             Temperature of the simulated acceptance (metrics only).
         detach_passes (`bool`, *optional*, defaults to `False`):
             Whether hidden states and keys handed from pass to pass are cut from the graph.
+    """
+
+    num_passes: int
+    decay: float
+    chunk_size: int
+    teacher_temperature: float = 1.0
+    rollout_temperature: float = 1.0
+    detach_passes: bool = False
+
+    @property
+    def pass_weights(self) -> list[float]:
+        """Weight of each pass."""
+        return [self.decay**s for s in range(self.num_passes)]
+
+
+@dataclass
+class LossRows:
+    """
+    A pack, or one rank's share of it, as [`loss_over_rows`] reads it. Hidden states that teach lie in an order of
+    *places*, in which what lies `i` tokens after a row lies `i` places after it; there may be more places than rows.
+
+    Attributes:
+        taps (`torch.Tensor` of shape `(T, n*Ht)`): tap layers side by side.
+        embeds (`torch.Tensor` of shape `(T, H)`): the policy's embedding of each row's own token.
+        layout ([`PackedLayout`] or the like): what [`Eagle3DraftModel.unroll`] needs of the rows.
+        valid (`Callable`): `(T,)` bool of a pass: rows whose target counts.
+        places (`torch.LongTensor` of shape `(T,)`): place of each row, ascending.
+        last_hidden (`torch.Tensor` of shape `(places, Ht)`): the policy's output at each place.
+        counted (`torch.BoolTensor` of shape `(places,)`): places that count here among the teacher positions; one
+            that several ranks look at counts on one of them.
+        attention (`Callable`): attention of a pass, as in [`Eagle3DraftModel.unroll`].
+    """
+
+    taps: torch.Tensor
+    embeds: torch.Tensor
+    layout: PackedLayout
+    valid: Callable[[int], torch.Tensor]
+    places: torch.Tensor
+    last_hidden: torch.Tensor
+    counted: torch.Tensor
+    attention: Callable[..., torch.Tensor] = branch_attention
+
+
+def draft_loss(draft: Eagle3DraftModel, head: PolicyHead, batch: DraftBatch, **settings) -> DraftLoss:
+    """
+    Soft cross-entropy of a draft against the policy over all TTT passes, plus what the metrics need.
+
+    Args:
+        draft ([`Eagle3DraftModel`]):
+            The draft.
+        head ([`PolicyHead`]):
+            The policy's head; entered with `gathered()` once, whatever the batch holds.
+        batch ([`DraftBatch`]):
+            Packed rows with taps and last hidden states.
+        settings:
+            The fields of [`LossSettings`].
 
     Returns:
         [`DraftLoss`]
     """
     with head.gathered(), torch.autocast(batch.taps.device.type, enabled=False):
-        embeds = head.embed(batch.input_ids)
-        hidden = draft.unroll(batch.taps, embeds, batch.layout, num_passes, detach_passes=detach_passes)
-        roots = [batch.valid(s).nonzero().squeeze(-1) for s in range(num_passes)]
-        rows = []
-        for s in range(num_passes):
-            index = torch.searchsorted(batch.layout.query_rows(s), roots[s])
-            rows.append(draft.norm(hidden[s][index], draft.compute_dtype))
-        sweep = TeacherSweep.plan(roots, chunk_size)
-        # A policy's head may have more rows than its vocabulary (padding): the draft has none for them.
-        partial = draft.config.draft_vocab_size < head.weight.shape[0]
-        loss_sum, counters = fused_soft_cross_entropy(
-            rows,
-            draft.lm_head.weight,
-            head,
-            batch.last_hidden,
-            sweep,
-            target_ids=draft.target_ids if partial else None,
-            pass_weights=[decay**s for s in range(num_passes)],
-            compute_dtype=draft.compute_dtype,
-            teacher_temperature=teacher_temperature,
-            rollout_temperature=rollout_temperature,
+        rows = LossRows(
+            taps=batch.taps,
+            embeds=head.embed(batch.input_ids),
+            layout=batch.layout,
+            valid=batch.valid,
+            places=batch.layout.query_rows(0),
+            last_hidden=batch.last_hidden,
+            counted=torch.ones_like(batch.trained),
         )
-    return DraftLoss(loss_sum, counters)
+        return loss_over_rows(draft, head, rows, LossSettings(**settings))
+
+
+def loss_over_rows(draft: Eagle3DraftModel, head: PolicyHead, rows: LossRows, settings: LossSettings) -> DraftLoss:
+    """
+    The loss of [`draft_loss`], of a whole pack or of one rank's rows. Called outside autocast, with the head gathered.
+
+    Args:
+        draft ([`Eagle3DraftModel`]), head ([`PolicyHead`]):
+            Draft and teacher.
+        rows ([`LossRows`]):
+            What is learned from.
+        settings ([`LossSettings`]):
+            See there.
+
+    Returns:
+        [`DraftLoss`]
+    """
+    passes = range(settings.num_passes)
+    hidden = draft.unroll(
+        rows.taps, rows.embeds, rows.layout, settings.num_passes, settings.detach_passes, rows.attention
+    )
+    roots = [rows.valid(s).nonzero().squeeze(-1) for s in passes]
+    index = [torch.searchsorted(rows.layout.query_rows(s), roots[s]) for s in passes]
+    students = [draft.norm(hidden[s][index[s]], draft.compute_dtype) for s in passes]
+    sweep = _Sweep(
+        head=head,
+        last_hidden=rows.last_hidden,
+        counted=rows.counted,
+        plan=TeacherSweep.plan([rows.places[root] for root in roots], settings.chunk_size),
+        target_ids=_target_ids(draft, head),
+        compute_dtype=draft.compute_dtype,
+        settings=settings,
+    )
+    return sweep.loss(students, draft.lm_head.weight)
+
+
+def _target_ids(draft: Eagle3DraftModel, head: PolicyHead) -> torch.Tensor | None:
+    """
+    `(Vd,)` policy ids of the draft's tokens, ascending; `None` if each row of the policy's head is one of them. A head
+    may have more rows than the policy has tokens (padding): the draft has none for them, whatever its vocabulary.
+    """
+    return draft.target_ids if draft.config.draft_vocab_size < head.weight.shape[0] else None
 
 
 @dataclass
@@ -154,119 +225,87 @@ class TeacherSweep:
                 yield slices[0], slices[1:]
 
 
-def fused_soft_cross_entropy(
-    rows: list[torch.Tensor],
-    lm_head_weight: torch.Tensor,
-    head: PolicyHead,
-    last_hidden: torch.Tensor,
-    sweep: TeacherSweep,
-    *,
-    target_ids: torch.Tensor | None,
-    pass_weights: list[float],
-    compute_dtype: torch.dtype,
-    teacher_temperature: float,
-    rollout_temperature: float,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """
-    The sweep on plain tensors, differentiable in `rows` and `lm_head_weight`.
-
-    Args:
-        rows (`list[torch.Tensor]`): per pass `(N_s, H)` draft outputs after the final norm, at the sweep's roots.
-        lm_head_weight (`torch.Tensor` of shape `(Vd, H)`): the draft's head; its gradient accumulates in float32.
-        head ([`PolicyHead`]): the teacher.
-        last_hidden (`torch.Tensor` of shape `(T, Ht)`): policy outputs, indexed by `sweep.positions`.
-        sweep ([`TeacherSweep`]): the plan.
-        target_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): policy ids of the draft vocabulary, ascending.
-        pass_weights (`list[float]`): weight of each pass.
-        compute_dtype (`torch.dtype`): dtype of the matmuls with the draft's head.
-        teacher_temperature, rollout_temperature (`float`): see [`draft_loss`].
-
-    Returns:
-        `tuple[torch.Tensor, dict[str, torch.Tensor]]`: the weighted, unnormalised loss and the counters.
-    """
-    worker = _Sweep(
-        head, last_hidden, sweep, target_ids, pass_weights, compute_dtype, teacher_temperature, rollout_temperature
-    )
-    loss_sum = _FusedSoftCrossEntropy.apply(worker, lm_head_weight, torch.is_grad_enabled(), *rows)
-    return loss_sum, worker.counters
-
-
-class _FusedSoftCrossEntropy(torch.autograd.Function):
-    """Runs the sweep in the forward and keeps only its gradients, `(N, H)` and `(Vd, H)`."""
+class _GivenGradients(torch.autograd.Function):
+    """A loss whose gradients, `(N, H)` and `(Vd, H)`, were computed along with it."""
 
     @staticmethod
-    def forward(ctx, worker: "_Sweep", weight: torch.Tensor, with_grad: bool, *rows: torch.Tensor) -> torch.Tensor:
-        needs_rows = with_grad and any(ctx.needs_input_grad[3:])
-        needs_weight = with_grad and ctx.needs_input_grad[1]
-        loss_sum, row_grads, weight_grad = worker.run(rows, weight, needs_rows, needs_weight)
-        ctx.needs_rows, ctx.needs_weight = needs_rows, needs_weight
+    def forward(ctx, loss_sum, weight_grad, row_grads, weight, *rows):
         ctx.save_for_backward(weight_grad, *row_grads)
-        return loss_sum
+        return loss_sum.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
-        weight_grad, *row_grads = ctx.saved_tensors
         # In place: a second backward through the same graph raises instead of scaling twice.
-        if ctx.needs_weight:
-            weight_grad.mul_(grad_output)
-        if ctx.needs_rows:
-            row_grads = [grad.mul_(grad_output) for grad in row_grads]
-        else:
-            row_grads = [None] * len(row_grads)
-        return None, weight_grad, None, *row_grads
+        weight_grad, *row_grads = (None if grad is None else grad.mul_(grad_output) for grad in ctx.saved_tensors)
+        return None, None, None, weight_grad, *row_grads
 
 
+@dataclass
 class _Sweep:
-    """One sweep over the teacher positions; holds what is constant in it and collects the counters."""
+    """
+    One sweep over the teacher positions.
 
-    def __init__(
-        self,
-        head,
-        last_hidden,
-        sweep,
-        target_ids,
-        pass_weights,
-        compute_dtype,
-        teacher_temperature,
-        rollout_temperature,
-    ):
-        self.head = head
-        self.last_hidden = last_hidden
-        self.sweep = sweep
-        self.target_ids = target_ids
-        self.pass_weights = pass_weights
-        self.compute_dtype = compute_dtype
-        self.teacher_temperature = teacher_temperature
-        self.rollout_temperature = rollout_temperature
-        self.counters = zero_counters(len(pass_weights), last_hidden.device)
+    Attributes:
+        head: the teacher.
+        last_hidden, counted: as in [`LossRows`]; indexed by the positions of `plan`.
+        plan: the order of the work.
+        target_ids: see [`_target_ids`].
+        compute_dtype: dtype of the matmuls with the draft's head.
+        settings: see [`LossSettings`].
+        counters: sums so far.
+    """
 
-    def run(self, rows, weight, needs_rows: bool, needs_weight: bool):
+    head: PolicyHead
+    last_hidden: torch.Tensor
+    counted: torch.Tensor
+    plan: TeacherSweep
+    target_ids: torch.Tensor | None
+    compute_dtype: torch.dtype
+    settings: LossSettings
+
+    def __post_init__(self):
+        self.counters = zero_counters(self.settings.num_passes, self.last_hidden.device)
+
+    def loss(self, rows: list[torch.Tensor], weight: torch.Tensor) -> DraftLoss:
+        """
+        The loss of `(N_s, H)` draft outputs after the final norm, at the roots of each pass, under the draft's head
+        `(Vd, H)`; differentiable in both. The gradient of the head accumulates in float32.
+        """
+        needs_rows = torch.is_grad_enabled() and any(row.requires_grad for row in rows)
+        needs_weight = torch.is_grad_enabled() and weight.requires_grad
+        with torch.no_grad():
+            loss_sum, row_grads, weight_grad = self._run(rows, weight, needs_rows, needs_weight)
+        return DraftLoss(_GivenGradients.apply(loss_sum, weight_grad, row_grads, weight, *rows), self.counters)
+
+    def _run(self, rows, weight, needs_rows: bool, needs_weight: bool):
         """Returns the loss and the gradients of `rows` (in their dtype) and `weight` (in fp32 or fp64)."""
         wide = torch.promote_types(self.compute_dtype, torch.float32)
         row_grads = [torch.empty_like(row) if needs_rows else None for row in rows]
         weight_grad = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         cast_weight = weight.to(self.compute_dtype)
         alphas = [row.new_zeros(row.shape[0], dtype=torch.float64) for row in rows]
-        for positions, slices in self.sweep.chunks():
+        for positions, slices in self.plan.chunks():
             # A call of its own, so that a chunk's logits are gone before the next chunk's are made.
             self._chunk(positions, slices, rows, cast_weight, alphas, row_grads, weight_grad)
         self._count_acceptance(alphas)
-        loss_sum = (self.counters["loss"] * self.counters["loss"].new_tensor(self.pass_weights)).sum().to(wide)
-        return loss_sum, row_grads, weight_grad
+        weights = self.counters["loss"].new_tensor(self.settings.pass_weights)
+        return (self.counters["loss"] * weights).sum().to(wide), row_grads, weight_grad
 
     def _chunk(self, positions, slices, rows, cast_weight, alphas, row_grads, weight_grad) -> None:
         """One chunk of teacher positions and the rows it teaches; fills in `alphas` and the gradients not None."""
-        teacher = _Teacher(self, self.head.logits(self.last_hidden[self.sweep.positions[positions]]))
-        self.counters["coverage"] += teacher.coverage.sum(dtype=torch.float64)
-        self.counters["positions"] += teacher.coverage.numel()
+        places = self.plan.positions[positions]
+        teacher = _Teacher(self, self.head.logits(self.last_hidden[places]))
+        counted = self.counted[places]
+        self.counters["coverage"] += teacher.coverage.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
+        self.counters["positions"] += counted.sum()
         # All passes share one matmul with the head, and one each for the two gradients.
         student = torch.cat([row[piece] for row, piece in zip(rows, slices, strict=True)]).to(self.compute_dtype)
         logits = student @ cast_weight.t()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         parts = logits.split([piece.stop - piece.start for piece in slices])
         for s, (piece, part) in enumerate(zip(slices, parts, strict=True)):
-            index = self.sweep.teacher_rows[s][piece] - positions.start
+            index = self.plan.teacher_rows[s][piece] - positions.start
             alphas[s][piece] = self._pass(s, part, teacher, index)
         grad = logits.to(self.compute_dtype)
         if row_grads[0] is not None:
@@ -279,11 +318,15 @@ class _Sweep:
         """Counts the rows of pass `s` in a chunk, turns `logits` into their gradient, returns the acceptance rates."""
         target, keep = teacher.probs[index], teacher.keep[index]
         top1 = logits.argmax(dim=-1)
-        same_temperature = self.rollout_temperature == self.teacher_temperature
+        teacher_temperature, rollout_temperature = (
+            self.settings.teacher_temperature,
+            self.settings.rollout_temperature,
+        )
+        same_temperature = rollout_temperature == teacher_temperature
         if not same_temperature:
-            alpha = teacher.acceptance(torch.softmax(logits / self.rollout_temperature, dim=-1), index)
-        if self.teacher_temperature != 1.0:
-            logits.div_(self.teacher_temperature)
+            alpha = teacher.acceptance(torch.softmax(logits / rollout_temperature, dim=-1), index)
+        if teacher_temperature != 1.0:
+            logits.div_(teacher_temperature)
         log_probs = logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
         cross_entropy = -(target * log_probs).sum(dim=-1)
         self.counters["loss"][s] += (cross_entropy * keep).sum(dtype=torch.float64)
@@ -294,7 +337,7 @@ class _Sweep:
         if same_temperature:
             alpha = teacher.acceptance(probs, index)
         # d CE / d z = (q - p) / temperature, in place of the logits.
-        scale = keep.to(probs.dtype) * (self.pass_weights[s] / self.teacher_temperature)
+        scale = keep.to(probs.dtype) * (self.settings.pass_weights[s] / teacher_temperature)
         probs.sub_(target).mul_(scale[:, None])
         return alpha
 
@@ -303,7 +346,7 @@ class _Sweep:
         num_roots = self.last_hidden.shape[0]
         table = torch.zeros(len(alphas), num_roots, dtype=torch.float64, device=self.last_hidden.device)
         counts = torch.zeros(num_roots, dtype=torch.long, device=self.last_hidden.device)
-        for s, (roots, alpha) in enumerate(zip(self.sweep.roots, alphas, strict=True)):
+        for s, (roots, alpha) in enumerate(zip(self.plan.roots, alphas, strict=True)):
             table[s, roots] = alpha
             counts[roots] += 1
         complete = counts == len(alphas)
@@ -328,11 +371,12 @@ class _Teacher:
             place = torch.searchsorted(ids, self.top1).clamp_(max=ids.numel() - 1)
             self.keep = ids[place] == self.top1
             self.top1 = place
-        self.probs, self.coverage = _probs_and_coverage(inside, logits, sweep.teacher_temperature)
-        if sweep.rollout_temperature == sweep.teacher_temperature:
+        temperature, rollout_temperature = sweep.settings.teacher_temperature, sweep.settings.rollout_temperature
+        self.probs, self.coverage = _probs_and_coverage(inside, logits, temperature)
+        if rollout_temperature == temperature:
             probs, coverage = self.probs, self.coverage
         else:
-            probs, coverage = _probs_and_coverage(inside, logits, sweep.rollout_temperature)
+            probs, coverage = _probs_and_coverage(inside, logits, rollout_temperature)
         self.rollout_probs = probs if ids is None else probs * coverage[:, None]
 
     def acceptance(self, student_probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

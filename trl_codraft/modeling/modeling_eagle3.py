@@ -26,6 +26,9 @@ class Eagle3DraftModel(nn.Module):
     fused state beside the embedding of the next token, and an own head predicts the token after it. Modules are named
     as the tensors of the checkpoint format. The draft owns no embedding table: callers pass rows of the policy's.
 
+    A draft may be built on the meta device, which costs no memory; after `to_empty` its weights and vocabulary are
+    whatever `load_state_dict` brings.
+
     Parameters are the master copy; matmuls run in `compute_dtype`, norms, RoPE and softmax in float32 (float64 when
     everything is float64), and ambient autocast has no effect.
 
@@ -59,9 +62,9 @@ class Eagle3DraftModel(nn.Module):
         self.rotary = DraftRotary(config)
         self.scale = config.head_dim**-0.5
         if config.draft_vocab_size < config.vocab_size:
+            # The first tokens, written without a look at values: a meta device has none.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            self.set_vocab(torch.arange(config.draft_vocab_size))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         fill_at_random(self.modules(), seed=0, std=0.02)
 
     @property
@@ -95,7 +98,7 @@ class Eagle3DraftModel(nn.Module):
         size, vocab_size = self.config.draft_vocab_size, self.config.vocab_size
         if size == vocab_size:
             raise ValueError("A draft of the full vocabulary has no token map. Set `draft_vocab_size` to reduce it.")
-        ids = target_ids.to(device=self.d2t.device, dtype=torch.int64)
+        ids = target_ids.to(torch.int64)
         if ids.shape != (size,) or ids[0] < 0 or ids[-1] >= vocab_size or not bool((ids.diff() > 0).all()):
             raise ValueError(
                 f"A draft vocabulary is {size} strictly ascending ids in 0..{vocab_size - 1}, got {tuple(ids.shape)} "
@@ -103,7 +106,7 @@ class Eagle3DraftModel(nn.Module):
             )
         self.d2t.copy_(ids - torch.arange(size, device=ids.device))
         self.t2d.zero_()
-        self.t2d[ids] = True
+        self.t2d[ids.to(self.t2d.device)] = True
 
     # Forward pieces
 

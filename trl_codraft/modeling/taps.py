@@ -13,6 +13,10 @@ import torch
 from torch import nn
 
 
+# Fields that families with several hidden states of each token declare: AltUp, hyper-connections.
+SEVERAL_STATES = ("altup_num_inputs", "hc_mult")
+
+
 class PassThrough(nn.Module):
     """Stands in a policy where another stage of a pipeline owns a module."""
 
@@ -23,6 +27,11 @@ class PassThrough(nn.Module):
 def is_elsewhere(module: nn.Module) -> bool:
     """Whether another stage of a pipeline owns a module, perhaps one that PEFT has wrapped (`modules_to_save`)."""
     return any(isinstance(part, PassThrough) for part in module.modules())
+
+
+def name_of(policy: nn.Module) -> str:
+    """A policy's class and model type, as errors name them."""
+    return f"{type(policy).__name__} (model type `{policy.config.model_type}`)"
 
 
 def decoder_of(policy: nn.Module) -> nn.Module:
@@ -42,11 +51,23 @@ def decoder_of(policy: nn.Module) -> nn.Module:
     decoder = policy.get_decoder() if hasattr(policy, "get_decoder") else None
     if policy.config.is_encoder_decoder or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise ValueError(
-            f"{type(policy).__name__} has no decoder with a list of `layers` whose hidden states a draft could read "
+            f"{name_of(policy)} has no decoder with a list of `layers` whose hidden states a draft could read "
             "(encoder-decoder models and custom stacks are not supported). Set `use_draft=False` to train it without "
             "a draft."
         )
     return decoder
+
+
+def let_compiled_forwards_see_hooks() -> None:
+    """
+    Makes `torch.compile` tell modules with hooks from modules without, in this process from now on. By default it does
+    not look (`torch._dynamo.config.skip_nnmodule_hook_guards`): a forward compiled for another model of the same class
+    would serve the policy too, and its taps would not be recorded. What has been compiled so far is compiled anew when
+    it runs next.
+    """
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()
 
 
 class TapRecord:
@@ -71,7 +92,8 @@ class TapRecord:
         if missing:
             raise RuntimeError(
                 f"The policy's forward did not deliver the taps of layers {missing}: the layers were bypassed or the "
-                "forward did not run. A draft trained without them would be silently useless."
+                "forward did not run. A draft trained without them would be silently useless. Where the forward is "
+                "compiled, `torch._dynamo.config.skip_nnmodule_hook_guards` must be False."
             )
         return [self._by_layer[layer] for layer in self.tap_layers]
 
@@ -106,11 +128,11 @@ class TapRecorder:
 
     def __init__(self, policy: nn.Module, tap_layers: Sequence[int]):
         decoder = decoder_of(policy)
-        if getattr(policy.config.get_text_config(), "altup_num_inputs", 1) > 1:
-            raise ValueError(
-                f"{type(policy).__name__} carries several hidden states of each token from layer to layer (AltUp), a draft "
-                "reads one. Set `use_draft=False` to train it without a draft."
-            )
+        self._policy_name = name_of(policy)
+        config = policy.config.get_text_config()
+        for field in SEVERAL_STATES:
+            if (getattr(config, field, None) or 1) > 1:
+                raise ValueError(_several_states(self._policy_name, f"`{field}={getattr(config, field)}`"))
         num_layers = len(decoder.layers)
         tap_layers = tuple(tap_layers)
         if not tap_layers or list(tap_layers) != sorted(set(tap_layers)):
@@ -177,5 +199,18 @@ class TapRecorder:
             return args, {**kwargs, "logits_to_keep": 0}
 
     def _on_decoder(self, module, args, output):
-        if self._record is not None:
-            self._record._last_hidden = output.last_hidden_state.detach()
+        if self._record is None:
+            return
+        last_hidden = output.last_hidden_state
+        for layer, tap in self._record._by_layer.items():
+            if tap.shape != last_hidden.shape:
+                shapes = f"tap {layer} is {tuple(tap.shape)}, the decoder's output {tuple(last_hidden.shape)}"
+                raise ValueError(_several_states(self._policy_name, shapes))
+        self._record._last_hidden = last_hidden.detach()
+
+
+def _several_states(policy_name: str, what: str) -> str:
+    return (
+        f"{policy_name} carries several hidden states of each token from layer to layer, or others than its head reads "
+        f"({what}); a draft reads one. Set `use_draft=False` to train it without a draft."
+    )

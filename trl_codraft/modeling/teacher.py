@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .taps import is_elsewhere, name_of
+
 
 class PolicyHead:
     """
@@ -29,8 +31,8 @@ class PolicyHead:
             Dtype of the head's matmul, for a policy that runs under autocast. `None` uses the dtype of the weight.
 
     Raises:
-        ValueError: if the policy has no output or input embeddings, or if one of them carries an adapter, whose part
-            the weight alone does not show.
+        ValueError: if the policy has no output or input embeddings, if one of them carries an adapter, whose part the
+            weight alone does not show, or if the head has fewer rows than the policy has tokens (more are padding).
     """
 
     def __init__(self, policy: nn.Module, cast_to_fp32: bool = False, compute_dtype: torch.dtype | None = None):
@@ -46,7 +48,8 @@ class PolicyHead:
         self.logit_softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self._held: dict[str, torch.Tensor | None] | None = None
         for role, module in (("output", policy.get_output_embeddings()), ("input", policy.get_input_embeddings())):
-            _check_plain(type(policy).__name__, role, module)
+            _check_plain(name_of(policy), role, module)
+        _check_rows(name_of(policy), policy.get_output_embeddings(), text_config.vocab_size)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -140,6 +143,20 @@ def _whole(parameter: torch.Tensor | None) -> torch.Tensor | None:
     if isinstance(parameter, DTensor):
         parameter = parameter.full_tensor()
     return None if parameter is None else parameter.detach()
+
+
+def _check_rows(policy_name: str, head: nn.Module, vocab_size: int) -> None:
+    """Refuses a head without a row for each token. Of a policy in stages, the ranks that have its head look."""
+    # Quantised weights are stored in shapes of their own.
+    if is_elsewhere(head) or not head.weight.is_floating_point():
+        return
+    weight = head.weight
+    if weight.shape[0] < vocab_size:
+        raise ValueError(
+            f"The head of {policy_name} has {weight.shape[0]} rows, its config says `vocab_size={vocab_size}`: the draft would "
+            "be taught tokens that have no logit. Call `resize_token_embeddings`, which changes both, or set "
+            "`use_draft=False`."
+        )
 
 
 def _logit_scale(text_config) -> float:

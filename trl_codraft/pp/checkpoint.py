@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..naming import few
 from .shared_optimizer import SharedOptimizer
 from .split import PolicyStage
 
@@ -99,7 +100,7 @@ def _require_plain_policy(policy: nn.Module, names: list[str]) -> None:
         )
         raise ValueError(
             f"The stages together are not a {type(policy).__name__}: {len(differing)} tensors are missing, extra or "
-            f"double, among them {', '.join(differing[:4])}. Policies with adapters cannot be saved by stages: "
+            f"double, among them {few(differing)}. Policies with adapters cannot be saved by stages: "
             "assemble a `PolicyReplica` and save that."
         )
 
@@ -241,7 +242,7 @@ def _apply(
     if missing:
         raise ValueError(
             f"The optimizer state in {source} lacks {len(missing)} parameters of this rank, among them "
-            f"{', '.join(missing[:4])}. Resume with the model and the trained parameters of the checkpoint."
+            f"{few(missing)}. Resume with the model and the trained parameters of the checkpoint."
         )
     numbered, groups = {}, []
     for group in optimizer.param_groups:

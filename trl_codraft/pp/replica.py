@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..naming import few
 from .split import PolicyStage
 
 
@@ -108,7 +109,7 @@ class PolicyReplica:
             differing = sorted(name for name in {*stages, *replica} if stages.get(name) != replica.get(name)) + others
             raise ValueError(
                 f"A replica of {type(self.model).__name__} cannot be assembled: {len(differing)} tensors differ between "
-                f"the stages and the whole model, among them {', '.join(differing[:4])}. Pass as `whole` a policy of the "
+                f"the stages and the whole model, among them {few(differing)}. Pass as `whole` a policy of the "
                 "same class, config and adapters; quantised weights need stages that are views of it."
             )
 

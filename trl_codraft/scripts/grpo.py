@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from datasets import load_dataset
 from trl import (
     DatasetMixtureConfig,
@@ -29,6 +28,7 @@ from trl.rewards import (
 from trl.scripts.grpo import GRPOScriptArguments
 
 from ..config import CoDraftGRPOConfig
+from ..config_file import ConfigFileOption, option_value, read_config_file
 from ..export import check_repo_id
 from ..trainer import CoDraftGRPOTrainer
 
@@ -65,9 +65,63 @@ class CoDraftScriptArguments(GRPOScriptArguments):
             check_repo_id("draft_repo_id", self.draft_repo_id)
 
 
-def make_parser(prog: str | None = None) -> TrlParser:
+class CoDraftParser(TrlParser):
+    """
+    `TrlParser` whose `--config` is an option like any other, so that argparse's spellings of it are understood, and
+    whose files mean what the same values mean on the command line: one value for a list is a list of one, a number or a
+    choice is checked, and no key is dropped.
+    """
+
+    def __init__(self, dataclass_types, **kwargs):
+        super().__init__(dataclass_types, **kwargs)
+        self.add_argument(
+            "--config", metavar="FILE", action=ConfigFileOption, help="YAML file; options of the command line win"
+        )
+
+    def parse_args_and_config(self, args: Sequence[str] | None = None) -> tuple:
+        """
+        Reads the command line and the file it names.
+
+        Args:
+            args (`Sequence[str]`, *optional*):
+                Command-line arguments; those of the process by default.
+
+        Returns:
+            `tuple`: one instance of each dataclass.
+
+        Raises:
+            ValueError: if the file is no mapping of options, or an option is unknown or cannot take its value.
+            OSError: if the file cannot be read.
+        """
+        arguments = list(sys.argv[1:] if args is None else args)
+        name = self.parse_known_args(arguments)[0].config
+        if name is not None:
+            config = read_config_file(name)
+            variables = config.pop("env", None) or {}
+            if not isinstance(variables, dict):
+                raise ValueError(f"{name}: `env` must map environment variables to values, not {variables!r}.")
+            os.environ.update({key: str(value) for key, value in variables.items()})
+            unknown = sorted(config.keys() - {action.dest for action in self._actions} | config.keys() & {"config"})
+            if unknown:
+                raise ValueError(
+                    f"{name} has options that are none of this command: {', '.join(unknown)}. Remove them."
+                )
+            self.set_defaults_with_config(**config)
+        # Behind the dataclasses comes what else was read: `--config`.
+        return self.parse_args_into_dataclasses(args=arguments)[: len(self.dataclass_types)]
+
+    def set_defaults_with_config(self, **kwargs) -> list[str]:
+        actions = {action.dest: action for action in reversed(self._actions)}
+        values = {
+            key: option_value(actions[key], value, text_only=False) if key in actions and value is not None else value
+            for key, value in kwargs.items()
+        }
+        return super().set_defaults_with_config(**values)
+
+
+def make_parser(prog: str | None = None) -> CoDraftParser:
     """A parser of script, trainer, model and dataset arguments, from the command line and `--config` files."""
-    return TrlParser(
+    return CoDraftParser(
         (CoDraftScriptArguments, CoDraftGRPOConfig, ModelConfig, DatasetMixtureConfig),
         prog=prog,
         # The generated one lists some hundred options before the one line that says what is wrong.
@@ -195,14 +249,8 @@ def prepare(arguments: Sequence[str]) -> tuple[CoDraftScriptArguments, CoDraftGR
         ValueError: if arguments are wrong or do not go together.
         OSError: if a file, a model or a dataset is not there.
     """
-    parser = make_parser(prog="trl-codraft grpo")
-    if list(arguments[-1:]) == ["--config"]:
-        raise ValueError("`--config` needs the name of a YAML file.")
-    try:
-        parsed = parser.parse_args_and_config(args=list(arguments))
-    except yaml.YAMLError as error:
-        raise ValueError(f"The `--config` file is not valid YAML: {error}") from error
-    return parsed[0], build_trainer(*parsed[:4])
+    parsed = make_parser(prog="trl-codraft grpo").parse_args_and_config(arguments)
+    return parsed[0], build_trainer(*parsed)
 
 
 def run(script_args: CoDraftScriptArguments, trainer: CoDraftGRPOTrainer) -> None:
