@@ -42,7 +42,8 @@ class RaggedCache(Cache):
         self.capacity = max(1, min(max_slots, initial_slots if initial_slots is not None else max_slots))
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lines: torch.Tensor | None = None
-        self._batch, self._visible = num_rows, 0
+        self._batch, self._columns, self._visible = num_rows, 0, 0
+        self._written: set[int] = set()  # layers that have written since the forward was announced
 
     @property
     def is_filled(self) -> bool:
@@ -66,7 +67,8 @@ class RaggedCache(Cache):
             raise ValueError(f"The forward needs {visible} cache slots, but the cache was made for {self.max_slots}.")
         if visible > self.capacity:
             self._grow(min(self.max_slots, max(visible, self.capacity + self.capacity // 2 + 64)))
-        self._batch = len(slots)
+        self._batch, self._columns = slots.shape
+        self._written.clear()
         rows = torch.arange(self._batch, device=slots.device)[:, None]
         self._lines = (rows * (self.capacity + 1) + torch.where(slots < 0, self.capacity, slots)).flatten()
         self._visible = visible
@@ -81,6 +83,7 @@ class RaggedCache(Cache):
         for buffer, states in zip(self._buffers[layer_idx], (key_states, value_states), strict=True):
             buffer.flatten(0, 1).index_copy_(0, self._lines, states.transpose(1, 2).flatten(0, 1))
             views.append(buffer[: self._batch, : self._visible].transpose(1, 2))
+        self._written.add(layer_idx)
         return views[0], views[1]
 
     def spread(self, sources: list[int]) -> None:
@@ -118,13 +121,47 @@ class RaggedCache(Cache):
         self.num_rows = len(order)
         return order
 
+    # What models ask, mask functions above all. Rows that end at different slots have no common answer and get a mask of
+    # their own with the forward; the answers are those of the row that ends last, and of all rows where no mask is given.
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: rows have no common length, and position ids are always passed explicitly."""
-        return 0
+        """Slots of a layer that are filled: those before the announced columns until the layer has written them."""
+        return self._visible if layer_idx in self._written else self._visible - self._columns
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Slot of the first announced column, whichever layers have written."""
+        return self._visible - self._columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Visible slots and offset, for a first forward of unpadded rows that leaves the mask to the model."""
+        """Number of keys that `update` returns, and the slot of the first: windows too see all slots."""
         return self._visible, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Slots a row can ever have."""
+        return self.max_slots
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the announced forward."""
+        return self._batch
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether any layer has written its keys."""
+        return self.is_filled
+
+    @property
+    def is_croppable(self) -> bool:
+        """No: rejected tokens are overwritten, never cropped."""
+        return False
+
+    def __len__(self) -> int:
+        """Number of layers that have written."""
+        return len(self._buffers)
+
+    def __bool__(self) -> bool:
+        """A cache is one, also while it is empty."""
+        return True
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `(B, Hkv, C, D)` keys and values of one layer."""
