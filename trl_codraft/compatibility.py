@@ -14,8 +14,8 @@ from transformers.utils import logging
 from .config import DRAFT_SOURCE, CoDraftGRPOConfig
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.taps import decoder_of, name_of
+from .rollout.binding import reason_of_generate
 from .rollout.stats import SpeculativeStats
-from .rollout.support import unsupported_reason
 from .vllm_rollouts import plain_vllm_reason
 
 
@@ -285,7 +285,9 @@ def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
             "`neftune_noise_alpha` adds noise to the embeddings in rollouts too, as strong as a forward is short, so "
             "verifying several tokens at once would sample from another distribution"
         )
-    reason = unsupported_reason(base_policy(trainer.model), trainer.generation_config, training=True)
+    reason = reason_of_generate(
+        base_policy(trainer.model), trainer.model.generate, trainer.generation_config, training=True
+    )
     return None if reason is None else reason.removesuffix(".")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
-from transformers import Trainer
+from transformers import GenerationConfig, Trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
@@ -15,8 +15,8 @@ from .compatibility import base_policy
 from .export import check_repo_id, export_draft, push_draft, score_draft
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .prompt_column import held_out_prompts
+from .rollout.binding import reason_of_generate
 from .rollout.speculative import SpeculativeDecoder
-from .rollout.support import unsupported_reason
 from .saved_draft import DRAFT_FOLDER, DRAFT_STATE_NAME, SavedDraft, find_draft, read_draft, write_state
 from .training import DraftTrainer
 
@@ -127,12 +127,14 @@ class DraftCheckpoints(Trainer):
         """Whether there are held-out prompts, and one process can roll out on them with the draft."""
         # Environments write (part of) the prompts themselves.
         has_prompts = self.eval_dataset is not None and self.environment_factories is None
-        return (
-            has_prompts
-            and not self.is_fsdp_enabled
-            and self.args.holds_whole_policy
-            and unsupported_reason(base_policy(self.model), training=False) is None
-        )
+        if not has_prompts or self.is_fsdp_enabled or not self.args.holds_whole_policy:
+            return False
+        policy = base_policy(self.model)
+        config = GenerationConfig(max_new_tokens=self.max_completion_length, do_sample=self.temperature > 0)
+        reason = reason_of_generate(policy, policy.generate, config, training=False)
+        if reason is not None:
+            logger.warning(f"The draft's card reports no accept length, which needs speculative rollouts: {reason}")
+        return reason is None
 
     def _score_on_held_out_prompts(self) -> dict[str, Any] | None:
         """What [`~export.score_draft`] measures on up to 64 prompts of the evaluation sets; None if they hold none."""

@@ -149,7 +149,8 @@ class PolicyRollouts:
             return
         with trainer._decoder.recording() as trace:
             yield
-        self._trace = trace
+        # Empty where the call was one that the loop does not serve.
+        self._trace = None if trace.is_empty else trace
 
     def recorded(self, rollouts: list[Rollout], first: int) -> Batches:
         """

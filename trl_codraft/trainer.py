@@ -219,16 +219,22 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
     def _resolve_speculation(self) -> bool:
         if self.args.speculative_rollouts == "false":
             return False
-        reason = plain_rollout_reason(self)
-        if reason is None:
-            return True
+        # A `generate` that somebody wrapped may draw random numbers when it is asked.
+        with preserved_random_state():
+            reason = plain_rollout_reason(self)
+        if reason is not None:
+            self._roll_out_plainly(reason)
+        return reason is None
+
+    def _roll_out_plainly(self, reason: str) -> None:
+        """Takes note that rollouts are plain, or one of them is; raises where they must not be."""
+        self._rolled_out_plainly, reason = True, reason.removesuffix(".")
         if self.args.speculative_rollouts == "true":
             raise ValueError(
                 f"`speculative_rollouts='true'`, but rollouts cannot be speculative: {reason}. Change that, or set "
                 "`speculative_rollouts='auto'` to train the draft and roll out without it."
             )
         logger.warning_once(f"Rollouts are plain, without the draft: {reason}.")
-        return False
 
     @property
     def speculates(self) -> bool:
@@ -350,7 +356,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
         policy = base_policy(self.model)
         self._decoder.draft = self.draft_trainer.rollout_draft
         replaced = policy.__dict__.get("generate")
-        policy.generate = self._decoder.bind(policy.generate)
+        policy.generate = self._decoder.bind(policy.generate, self._roll_out_plainly)
         try:
             yield
         finally:
@@ -382,7 +388,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             warn_about_collapse(stats, self._simulated_accept_length, self._speculated_well)
         self._speculated_well |= stats.accept_length >= GOOD_ACCEPT_LENGTH
         metrics["rollout/tokens_per_second"] = counters[0].item() / max(seconds, 1e-9)
-        metrics["rollout/speculation_on"] = float(self._draft_rolls_out)
+        metrics["rollout/speculation_on"] = float(self._draft_rolls_out and not self._rolled_out_plainly)
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         self._reset_rollout_tally()
@@ -392,7 +398,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
             stats_of(self.vllm_generation)
         self._decoder.stats.reset()
         self._decoder.controller.report = SpeedReport()
-        self._rollout_tokens, self._rollout_seconds = 0, 0.0
+        self._rollout_tokens, self._rollout_seconds, self._rolled_out_plainly = 0, 0.0, False
 
 
 def rollout_metrics(stats: SpeculativeStats) -> dict[str, float]:

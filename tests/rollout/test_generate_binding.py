@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from trl_codraft.modeling.taps import TapRecorder
+from trl_codraft.rollout.binding import merged_config
 from trl_codraft.rollout.speculative import SpeculativeDecoder, speculative_generate
 from trl_codraft.rollout.support import refused_reason, unsupported_reason
 
@@ -105,22 +106,25 @@ def test_streamer_filled_cache_and_pads_that_are_not_on_the_left_are_refused(pol
         generate(ids, attention_mask=mask, max_new_tokens=4, position_ids=torch.arange(5).expand(2, 5) + 1)
 
 
-def test_synced_gpus_is_bound_to_the_loop(policy, monkeypatch):
+def test_synced_gpus_is_what_generate_computes_or_was_told(policy, monkeypatch):
     seen = []
     decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=2)
     ids, mask = ragged_prompts([5, 3])
 
-    def generate(custom_generate, **kwargs):
-        seen.append(custom_generate.keywords["synced_gpus"])
+    def loop(self, model, input_ids, synced_gpus, **arguments):
+        seen.append(synced_gpus)
+        return input_ids
 
-    decoder.bind(generate)(ids)
-    decoder.bind(generate)(ids, synced_gpus=True)
+    monkeypatch.setattr(SpeculativeDecoder, "__call__", loop)
+    generate = decoder.bind(policy.generate)
+    generate(ids)
+    generate(ids, synced_gpus=True)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    decoder.bind(generate)(ids)
+    generate(ids)
     monkeypatch.setattr("trl_codraft.rollout.speculative.is_fsdp_managed_module", lambda module: True)
-    decoder.bind(generate)(ids)
-    decoder.bind(generate)(ids, synced_gpus=False)
+    generate(ids)
+    generate(ids, synced_gpus=False)
     decoder.close()
     assert seen == [False, True, False, True, False]
 
@@ -129,7 +133,7 @@ def test_foreign_models_and_drafts_are_refused(policy):
     other = tiny_policy("llama", dtype=torch.float64, num_hidden_layers=2)
     decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=2)
     ids, _ = ragged_prompts([5])
-    with pytest.raises(ValueError, match="another policy"):
+    with pytest.raises(ValueError, match="another policy's"):
         decoder.bind(other.generate)(ids, max_new_tokens=3)
     decoder.close()
     with pytest.raises(ValueError, match="vocabulary of 90 tokens, the policy has 104"):
@@ -154,7 +158,7 @@ def test_shared_recorder_is_left_on_the_policy(policy):
 
 def test_supported_policies_have_no_reason(policy):
     assert unsupported_reason(policy) is None
-    assert unsupported_reason(policy, GenerationConfig(do_sample=True, top_k=5), training=True) is None
+    assert refused_reason(merged_config(policy, GenerationConfig(do_sample=True, top_k=5))) is None
     for model_type in (
         "qwen3",
         "mistral",
@@ -222,14 +226,6 @@ def test_dropout_counts_only_in_training_mode():
     assert "disable_dropout=True" in unsupported_reason(policy, training=True)
     with pytest.raises(ValueError, match="disable_dropout=True"):
         speculative_generate(policy.train(), random_draft(policy), torch.tensor([[3]]), max_new_tokens=2)
-
-
-def test_refusals_read_the_configuration_and_the_arguments():
-    assert refused_reason(GenerationConfig(num_beams=4))
-    assert refused_reason(num_beams=4)
-    assert refused_reason(GenerationConfig(num_beams=4), num_beams=1) is None
-    assert refused_reason(GenerationConfig()) is None
-    assert unsupported_reason(tiny_policy("llama", num_hidden_layers=1), GenerationConfig(num_beams=4)) is not None
 
 
 def test_peft_model_generates_with_its_adapter_on():

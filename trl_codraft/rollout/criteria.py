@@ -4,9 +4,18 @@ Stopping criteria at every committed position, each with the ids `generate` woul
 Shapes: `n` active rows, `w` tokens of a block, `B` rows of the prompt batch, `S` columns of the sequence buffer.
 """
 
+from collections.abc import Sequence
+
 import torch
-from transformers import MaxLengthCriteria, StoppingCriteriaList
+from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTokenCriteria
+
+
+def unsupported_criterion(criteria: Sequence[StoppingCriteria]) -> str | None:
+    """Names the first criterion that needs scores, which are not kept, or returns None."""
+    if any(isinstance(criterion, ConfidenceCriteria) for criterion in criteria):
+        return "the stopping criterion ConfidenceCriteria belongs to an assistant model. Unset `is_assistant`."
+    return None
 
 
 class PositionwiseCriteria:
@@ -38,11 +47,9 @@ class PositionwiseCriteria:
         self._others = StoppingCriteriaList(
             criterion for criterion in criteria if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
         )
-        if any(isinstance(criterion, ConfidenceCriteria) for criterion in self._others):
-            raise ValueError(
-                "Speculative rollouts cannot honour ConfidenceCriteria: it belongs to an assistant model. Unset "
-                "`assistant_confidence_threshold`."
-            )
+        reason = unsupported_criterion(criteria)
+        if reason is not None:
+            raise ValueError(f"Speculative rollouts cannot honour this call: {reason}")
 
     def eos_offsets(self, block: torch.Tensor) -> torch.Tensor:
         """Offset of the first EOS in each row of a `(n, w)` block, `w` where there is none: `(n,)`."""

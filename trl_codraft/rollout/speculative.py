@@ -4,7 +4,6 @@ Speculative rollouts behind `generate`: the same calls, the same distribution, f
 Shapes: `B` rows, `P` prompt columns, `S` columns of the result.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -21,13 +20,13 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from ..modeling.taps import TapRecorder
 from ..modeling.teacher import PolicyHead
+from .binding import NOT_REACHED, CallRefused, decoding_by, merged_config
 from .controller import DraftLengthController, FixedDraftLength
 from .criteria import PositionwiseCriteria
 from .drafting import DraftRollout
@@ -36,19 +35,22 @@ from .processors import PositionwiseProcessors
 from .prompts import refuse_empty_prompts
 from .static_shapes import steps_for
 from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
-from .support import check_call, refused_reason, unsupported_reason
+from .support import call_reason, refused_reason, unsupported_reason
 from .trace import RolloutTrace
+
+
+# Of a configuration, all that can be passed to `generate` by name as well.
+GENERATION_FIELDS = frozenset(vars(GenerationConfig()))
 
 
 class SpeculativeDecoder:
     """
-    Batched speculative decoding with a draft, usable as `custom_generate=` of `generate`.
+    Batched speculative decoding with a draft, behind the `generate` of the policy.
 
     The committed tokens have exactly the distribution `generate` gives them, whatever the draft (greedy decoding: the
     same tokens); the draft only decides how many policy forwards they take. Both models are read live at every call.
 
-    Call `generate` through [`~SpeculativeDecoder.bind`]: Transformers drops `synced_gpus`, `streamer`, `tokenizer` and
-    `assistant_model` on the way to a `custom_generate` callable.
+    Call `generate` through [`~SpeculativeDecoder.bind`], which sees what reaches Transformers' own decoding methods.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -151,7 +153,7 @@ class SpeculativeDecoder:
         **model_kwargs,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """
-        The decoding loop, with the arguments `generate` hands to a `custom_generate` callable.
+        The decoding loop, with the arguments `generate` hands to a decoding method.
 
         Returns:
             `torch.LongTensor` of shape `(B, S)`, or an output with such `sequences` for `return_dict_in_generate`.
@@ -163,10 +165,15 @@ class SpeculativeDecoder:
             raise ValueError(
                 "This decoder was made for another policy: call `generate` of the model it was made with."
             )
-        reason = unsupported_reason(self.policy)
+        reason = call_reason(
+            self.policy,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            **model_kwargs,
+        )
         if reason is not None:
-            raise ValueError(f"Speculative rollouts are not possible here: {reason}")
-        check_call(generation_config, logits_processor, model_kwargs)
+            raise CallRefused(reason)
         if self._trace is not None and not self._trace.is_empty:
             raise RuntimeError("`recording()` holds one call of `generate`: rows of a second one would be mixed up.")
         input_ids = input_ids.to(self.policy.device)
@@ -208,7 +215,7 @@ class SpeculativeDecoder:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
-    def bind(self, generate: Callable) -> Callable:
+    def bind(self, generate: Callable, refused: Callable[[str], None] | None = None) -> Callable:
         """
         Wraps a policy's `generate` so that calls of it run speculatively.
 
@@ -216,68 +223,62 @@ class SpeculativeDecoder:
             generate (`Callable`):
                 `policy.generate`, or what stands in its place (an FSDP2-aware wrapper, the `generate` of a
                 `PeftModel`).
+            refused (`Callable`, *optional*):
+                Called with the reason where a call cannot be served; the call then runs as it would have without the
+                decoder. By default such calls raise.
 
         Returns:
-            `Callable`: takes what `generate` takes. Raises `ValueError` for `assistant_model`, `streamer`, beams and
-            whatever else the loop cannot honour.
+            `Callable`: takes what `generate` takes. Raises [`CallRefused`] for `assistant_model`, `streamer`, beams and
+            whatever else the loop cannot honour, unless `refused` takes note of it.
         """
+
+        def refuse(reason: str) -> None:
+            if refused is None:
+                raise CallRefused(reason)
+            refused(reason)
 
         @functools.wraps(generate)
         def speculative(*args, **kwargs):
             names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-            kwargs.update(zip(names, args, strict=False))
-            if kwargs.pop("custom_generate", None) is not None:
-                raise ValueError("`custom_generate` is taken by the speculative loop. Drop it.")
-            synced_gpus = kwargs.pop("synced_gpus", None)
-            tokenizer = kwargs.pop("tokenizer", None)
-            reason = refused_reason(kwargs.get("generation_config"), **_without(kwargs, "generation_config"))
+            named = {**dict(zip(names, args, strict=False)), **kwargs}
+            reason = self._reason_before(**named)
             if reason is not None:
-                raise ValueError(f"Speculative rollouts cannot serve this call: {reason}")
-            loop = functools.partial(self.__call__, synced_gpus=self._synced(synced_gpus))
-            with self._stop_strings_as_criteria(kwargs, tokenizer):
-                return generate(custom_generate=loop, **kwargs)
+                refuse(reason)
+                return generate(*args, **kwargs)
+            reached = []
+
+            def decode(plain, input_ids, synced_gpus=False, **arguments):
+                reached.append(True)
+                reason = call_reason(self.policy, **arguments)
+                if reason is not None:
+                    refuse(reason)
+                    return plain(input_ids, synced_gpus=synced_gpus, **arguments)
+                synced = self._synced(named.get("synced_gpus") if not synced_gpus else True)
+                return self(self.policy, input_ids, synced_gpus=synced, **arguments)
+
+            with decoding_by(self.policy, decode):
+                result = generate(*args, **kwargs)
+            if not reached:
+                refuse(NOT_REACHED)
+            return result
 
         return speculative
 
+    def _reason_before(self, generation_config: GenerationConfig | None = None, **kwargs) -> str | None:
+        """
+        What of a call can be refused before `generate` prepares it: some of what the loop does not do makes `generate` ask
+        for permission to run code from the Hub.
+        """
+        fields = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
+        return refused_reason(merged_config(self.policy, generation_config, **fields), **kwargs)
+
     def _synced(self, synced_gpus: bool | None) -> bool:
-        """What `generate` would have computed for `synced_gpus`."""
+        """What `generate` would have computed for `synced_gpus`, had it known FSDP2."""
         if synced_gpus is not None:
             return synced_gpus
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         sharded = is_fsdp_managed_module(self.policy) or isinstance(self.policy, FSDPModule)
         return several and (is_deepspeed_zero3_enabled() or sharded)
-
-    @contextmanager
-    def _stop_strings_as_criteria(self, kwargs: dict, tokenizer) -> Iterator[None]:
-        """
-        Turns stop strings into a criterion here, where the tokenizer is still at hand; `generate` would look for the
-        tokenizer it dropped.
-        """
-        config = kwargs.get("generation_config")
-        default = self.policy.generation_config
-        strings = kwargs.pop("stop_strings", None)
-        if strings is None and config is not None:
-            strings = config.stop_strings
-        if strings is None:
-            strings = default.stop_strings
-        if strings is None:
-            yield
-            return
-        if tokenizer is None:
-            raise ValueError("`stop_strings` needs the tokenizer: pass `tokenizer=` to `generate`.")
-        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
-        kwargs["stopping_criteria"] = criteria
-        if config is not None:
-            kwargs["generation_config"] = copy.deepcopy(config)
-            kwargs["generation_config"].stop_strings = None
-        # `generate` fills unset fields from the model's own configuration.
-        self.policy.generation_config = copy.deepcopy(default)
-        self.policy.generation_config.stop_strings = None
-        try:
-            yield
-        finally:
-            self.policy.generation_config = default
 
     def _attention_mask(self, input_ids: torch.Tensor, model_kwargs: dict) -> torch.Tensor:
         """The `(B, P)` padding mask, after checking that the loop's positions are those of the call."""
@@ -371,7 +372,3 @@ def speculative_generate(
     finally:
         decoder.close()
     return SpeculativeOutput(result if isinstance(result, torch.Tensor) else result.sequences, decoder.stats)
-
-
-def _without(mapping: dict, key: str) -> dict:
-    return {name: value for name, value in mapping.items() if name != key}

@@ -1,115 +1,148 @@
 """
 Where speculation is off, and why.
 
-Two kinds of reasons: a policy whose attention or cache the loop cannot drive (`unsupported_reason(policy)`: rollouts
-fall back to plain `generate`), and a call that asks for something the loop cannot honour (`refused_reason`: an error,
-because silently generating something else would be worse).
+Two kinds of reasons: a policy whose attention or cache the loop cannot drive (`unsupported_reason(policy)`), and a call that
+asks for something the loop cannot honour (`refused_reason`, and `call_reason` for all that `generate` has prepared). Trainers
+roll out plainly then, and say so; `speculative_generate` raises, because silently generating something else would be worse.
 """
 
+import inspect
 import sys
 
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.cache_utils import StaticCache
 
+from .criteria import unsupported_criterion
 from .processors import unsupported_processor
 
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Settings of `GenerationConfig` that the loop does not have, and why.
+UNSUPPORTED_SETTINGS = {
+    "guidance_scale": "classifier-free guidance keeps state between calls",
+    "watermarking_config": "watermarks are not known to be functions of the prefix alone",
+    "penalty_alpha": "contrastive search is not sampling",
+    "dola_layers": "DoLa contrasts layers at every step",
+    "constraints": "constrained search is not sampling",
+    "force_words_ids": "constrained search is not sampling",
+    "prefill_chunk_size": "prompts are read in one piece",
+    "token_healing": "it rewrites the prompt",
+    "output_scores": "per-step outputs are not kept",
+    "output_logits": "per-step outputs are not kept",
+    "output_attentions": "per-step outputs are not kept",
+    "output_hidden_states": "per-step outputs are not kept",
+}
+# What `generate` hands to decoding methods and not on to the model.
+DECODING_ARGUMENTS = (
+    "synced_gpus",
+    "tokenizer",
+    "assistant_model",
+    "assistant_tokenizer",
+    "streamer",
+    "inputs_tensor",
+)
 
 
-def unsupported_reason(
-    policy: PreTrainedModel,
-    generation_config: GenerationConfig | None = None,
-    *,
-    training: bool | None = None,
-    **generate_kwargs,
-) -> str | None:
+def unsupported_reason(policy: PreTrainedModel, *, training: bool | None = None) -> str | None:
     """
-    Why speculative rollouts are off for a policy and a `generate` call.
+    Why speculative rollouts are off for a policy, whatever is asked of it.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
             The policy (the base model of a `PeftModel`).
-        generation_config ([`~transformers.GenerationConfig`], *optional*):
-            The configuration of the call; looked at only if given.
         training (`bool`, *optional*):
             Whether the policy will be in training mode, where dropout acts. Defaults to its mode now.
-        **generate_kwargs:
-            Further arguments of the call.
 
     Returns:
         `str` or `None`: what stands in the way and what to set instead, None if nothing does.
     """
     training = policy.training if training is None else training
-    for reason in (_architecture_reason(policy), _attention_reason(policy), dropout_reason(policy, training)):
-        if reason is not None:
-            return reason
-    return refused_reason(generation_config, **generate_kwargs)
+    return _architecture_reason(policy) or _attention_reason(policy) or dropout_reason(policy, training)
 
 
-def refused_reason(generation_config: GenerationConfig | None = None, **generate_kwargs) -> str | None:
+def refused_reason(config: GenerationConfig, **arguments) -> str | None:
     """
-    Why a `generate` call cannot be served speculatively, None if it can. Arguments as in [`unsupported_reason`];
-    keyword arguments override the configuration, as in `generate`.
+    Why a call of `generate` cannot be served speculatively, None if it can.
+
+    Args:
+        config ([`~transformers.GenerationConfig`]):
+            The configuration as `generate` sees it, merged with what is stored with the model.
+        **arguments:
+            Further arguments of the call, such as `streamer`.
     """
-
-    def setting(name: str):
-        value = generate_kwargs.get(name)
-        return getattr(generation_config, name, None) if value is None else value
-
-    if (setting("num_beams") or 1) > 1:
-        return f"`num_beams={setting('num_beams')}`: beams are not sampling. Set `num_beams=1`."
-    if (setting("num_return_sequences") or 1) > 1:
+    if (config.num_beams or 1) > 1:
+        return f"`num_beams={config.num_beams}`: beams are not sampling. Set `num_beams=1`."
+    if (config.num_return_sequences or 1) > 1:
         return (
-            f"`num_return_sequences={setting('num_return_sequences')}`: repeat the prompts instead (GRPO does), and "
-            "set `num_return_sequences=1`."
+            f"`num_return_sequences={config.num_return_sequences}`: repeat the prompts instead (GRPO does), and set "
+            "`num_return_sequences=1`."
         )
-    for name in ("assistant_model", "assistant_tokenizer", "prompt_lookup_num_tokens", "assistant_early_exit"):
-        if setting(name) is not None:
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant"):
+        if getattr(config, name) not in (None, False):
+            return f"`{name}={getattr(config, name)!r}` is another way of drafting. Unset it: the rollout has its own draft."
+    if config.cache_implementation not in (None, "dynamic", "hybrid"):
+        return (
+            f"`cache_implementation={config.cache_implementation!r}` (static, quantized, offloaded or paged) cannot hold "
+            "rows of different lengths. Unset it."
+        )
+    for name, advice in UNSUPPORTED_SETTINGS.items():
+        neutral = (None, False, 0, 1) if name == "guidance_scale" else (None, False, 0)
+        if getattr(config, name) not in neutral:
+            return f"`{name}={getattr(config, name)!r}`: {advice}. Unset it."
+    return _refused_argument(**arguments)
+
+
+def _refused_argument(**arguments) -> str | None:
+    """Which argument of the call, besides its configuration, cannot be honoured."""
+    for name in ("assistant_model", "assistant_tokenizer"):
+        if arguments.get(name) is not None:
             return f"`{name}` is another way of drafting. Drop it: the rollout has its own draft."
-    if generate_kwargs.get("streamer") is not None:
+    if arguments.get("custom_generate") is not None:
+        return "`custom_generate` is another way of decoding. Drop it."
+    if arguments.get("streamer") is not None:
         return "`streamer` expects one token per step. Drop it."
-    if setting("cache_implementation") not in (None, "dynamic", "hybrid"):
-        return (
-            f"`cache_implementation={setting('cache_implementation')!r}` (static, quantized, offloaded or paged) "
-            "cannot hold rows of different lengths. Unset it."
-        )
     for name in ("cache", "past_key_values"):
-        cache = generate_kwargs.get(name)
+        cache = arguments.get(name)
         if cache is not None and (isinstance(cache, StaticCache) or cache.get_seq_length() > 0):
             return f"`{name}`: a static or filled cache cannot be continued row by row. Drop it and pass all ids."
-    for name, advice in (
-        ("guidance_scale", "classifier-free guidance keeps state between calls"),
-        ("watermarking_config", "watermarks are not known to be functions of the prefix alone"),
-        ("penalty_alpha", "contrastive search is not sampling"),
-        ("dola_layers", "DoLa contrasts layers at every step"),
-        ("prefill_chunk_size", "prompts are read in one piece"),
-        ("token_healing", "it rewrites the prompt"),
-    ):
-        if setting(name) not in (None, False, 0, 0.0) and not (name == "guidance_scale" and setting(name) == 1):
-            return f"`{name}={setting(name)!r}`: {advice}. Unset it."
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if setting(name):
-            return f"`{name}=True`: per-step outputs are not kept. Unset it."
-    return unsupported_processor(generate_kwargs.get("logits_processor") or [])
+    return unsupported_processor(arguments.get("logits_processor") or [])
 
 
-def check_call(generation_config: GenerationConfig, processors: list[LogitsProcessor], model_kwargs: dict) -> None:
+def call_reason(
+    policy: PreTrainedModel,
+    *,
+    generation_config: GenerationConfig,
+    logits_processor: list[LogitsProcessor],
+    stopping_criteria: list[StoppingCriteria],
+    training: bool | None = None,
+    **arguments,
+) -> str | None:
     """
-    Refuses what only shows once `generate` has prepared its call.
+    Why what `generate` has prepared cannot be decoded speculatively, None if it can.
 
-    Raises:
-        ValueError: naming what cannot be honoured.
+    Args:
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy (the base model of a `PeftModel`).
+        generation_config, logits_processor, stopping_criteria, **arguments:
+            What `generate` hands to a decoding method.
+        training (`bool`, *optional*):
+            As in [`unsupported_reason`].
     """
-    reason = refused_reason(generation_config, cache=model_kwargs.get("cache"), logits_processor=processors)
-    known = {"attention_mask", "position_ids", "logits_to_keep", "cache", "use_cache"}
-    unknown = sorted(name for name, value in model_kwargs.items() if name not in known and value is not None)
+    known = {"attention_mask", "position_ids", "logits_to_keep", "cache", "use_cache", *DECODING_ARGUMENTS}
+    unknown = sorted(
+        name
+        for name, value in arguments.items()
+        # What encoders made of no images is an empty mapping.
+        if name not in known and value is not None and not (isinstance(value, dict) and not value)
+    )
+    reason = unsupported_reason(policy, training=training) or refused_reason(
+        generation_config, logits_processor=logits_processor, **arguments
+    )
     if reason is None and unknown:
-        reason = f"the model arguments {unknown} would have to be extended by drafted tokens. Drop them."
-    if reason is not None:
-        raise ValueError(f"Speculative rollouts cannot serve this call: {reason} Or set `speculative_rollouts=False`.")
+        return f"the model arguments {unknown} would have to be extended by drafted tokens. Drop them."
+    return reason or unsupported_criterion(stopping_criteria)
 
 
 def _architecture_reason(policy: PreTrainedModel) -> str | None:
@@ -127,6 +160,18 @@ def _architecture_reason(policy: PreTrainedModel) -> str | None:
         return f"{type(policy).__name__} keeps a recurrent state, which cannot roll back rejected tokens."
     if getattr(config, "attention_chunk_size", None) is not None:
         return f"{type(policy).__name__} attends in chunks, a mask the speculative loop does not build."
+    if type(policy)._sample is not GenerationMixin._sample:
+        return f"{type(policy).__name__} decodes by a method of its own, which the speculative loop would replace."
+    if "position_ids" not in inspect.signature(policy.forward).parameters:
+        return (
+            f"{type(policy).__name__} takes no `position_ids` but counts columns, which differ from positions where rows "
+            "have different lengths."
+        )
+    if not (policy._supports_sdpa or policy._supports_attention_backend):
+        return (
+            f"{type(policy).__name__} attends by code of its own, which is not known to take the masks and the cache that "
+            "rows of different lengths need."
+        )
     window = getattr(config, "sliding_window", None)
     if window is not None and not getattr(config, "layer_types", None) and not _masks_windows(policy):
         return (
