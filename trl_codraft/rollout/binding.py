@@ -45,10 +45,12 @@ class CallRefused(ValueError):
 
 
 @contextmanager
-def decoding_by(policy: PreTrainedModel, decode: Callable[..., Any]) -> Iterator[None]:
+def decoding_by(
+    policy: PreTrainedModel, examine: Callable[[GenerationConfig], None], decode: Callable[..., Any]
+) -> Iterator[None]:
     """
-    Calls of the policy's `generate` inside decode by `decode(plain, input_ids, **arguments)`: `plain` is what would have
-    run, `arguments` what it would have got, all by name.
+    Calls of the policy's `generate` inside show each configuration, when it has been merged, to `examine`, and decode by
+    `decode(plain, input_ids, **arguments)`: `plain` is what would have run, `arguments` what it would have got, by name.
     """
     own = type(policy)
 
@@ -66,20 +68,18 @@ def decoding_by(policy: PreTrainedModel, decode: Callable[..., Any]) -> Iterator
 
         return seated
 
-    bound = type(
-        own.__name__, (own,), {"__module__": own.__module__} | {name: seat(name) for name in DECODING_METHODS}
-    )
+    def prepare(self, *args, **kwargs):
+        config, model_kwargs = own._prepare_generation_config(self, *args, **kwargs)
+        examine(config)
+        return config, model_kwargs
+
+    methods = {name: seat(name) for name in DECODING_METHODS} | {"_prepare_generation_config": prepare}
+    bound = type(own.__name__, (own,), {"__module__": own.__module__} | methods)
     policy.__class__ = bound
     try:
         yield
     finally:
         policy.__class__ = own
-
-
-def merged_config(policy: PreTrainedModel, generation_config: GenerationConfig | None, **kwargs) -> GenerationConfig:
-    """What `generate` makes of a configuration, further arguments and what is stored with the model, as it would itself."""
-    config = GenerationConfig() if generation_config is None else generation_config
-    return policy._prepare_generation_config(config, **kwargs)[0]
 
 
 def reason_of_generate(
@@ -103,17 +103,35 @@ def reason_of_generate(
     Returns:
         `str` or `None`: what stands in the way and what to set instead, None if nothing does.
     """
-    reason = unsupported_reason(policy, training=training) or refused_reason(merged_config(policy, generation_config))
+    reason = unsupported_reason(policy, training=training)
     if reason is not None:
         return reason
-    reasons = []
+    reached = []
+
+    def examine(config: GenerationConfig) -> None:
+        refuse(refused_reason(config))
 
     def decode(plain, input_ids, **arguments):
-        reasons.append(call_reason(policy, training=training, **arguments))
+        reached.append(True)
+        refuse(call_reason(policy, training=training, **arguments))
         return torch.cat([input_ids, input_ids[:, -1:]], dim=1)
 
     # On the CPU, which `generate` takes wherever the policy is.
     ids = torch.ones(1, NUM_ASKED_TOKENS, dtype=torch.long)
-    with decoding_by(policy, decode):
-        generate(input_ids=ids, attention_mask=ids.clone(), generation_config=copy.deepcopy(generation_config))
-    return next((reason for reason in reasons if reason is not None), None) if reasons else NOT_REACHED
+    try:
+        with decoding_by(policy, examine, decode):
+            generate(input_ids=ids, attention_mask=ids.clone(), generation_config=copy.deepcopy(generation_config))
+    except CallRefused as refusal:
+        return refusal.reason
+    return None if reached else NOT_REACHED
+
+
+def refuse(reason: str | None) -> None:
+    """
+    Raises if there is a reason.
+
+    Raises:
+        CallRefused: with the reason.
+    """
+    if reason is not None:
+        raise CallRefused(reason)

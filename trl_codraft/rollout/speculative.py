@@ -26,7 +26,7 @@ from transformers.generation.utils import is_deepspeed_zero3_enabled, is_fsdp_ma
 
 from ..modeling.taps import TapRecorder
 from ..modeling.teacher import PolicyHead
-from .binding import NOT_REACHED, CallRefused, decoding_by, merged_config
+from .binding import NOT_REACHED, decoding_by, refuse
 from .controller import DraftLengthController, FixedDraftLength
 from .criteria import PositionwiseCriteria
 from .drafting import DraftRollout
@@ -37,10 +37,6 @@ from .static_shapes import steps_for
 from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
 from .support import call_reason, refused_reason, unsupported_reason
 from .trace import RolloutTrace
-
-
-# Of a configuration, all that can be passed to `generate` by name as well.
-GENERATION_FIELDS = frozenset(vars(GenerationConfig()))
 
 
 class SpeculativeDecoder:
@@ -165,15 +161,8 @@ class SpeculativeDecoder:
             raise ValueError(
                 "This decoder was made for another policy: call `generate` of the model it was made with."
             )
-        reason = call_reason(
-            self.policy,
-            generation_config=generation_config,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            **model_kwargs,
-        )
-        if reason is not None:
-            raise CallRefused(reason)
+        prepared = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+        refuse(call_reason(self.policy, generation_config=generation_config, **prepared, **model_kwargs))
         if self._trace is not None and not self._trace.is_empty:
             raise RuntimeError("`recording()` holds one call of `generate`: rows of a second one would be mixed up.")
         input_ids = input_ids.to(self.policy.device)
@@ -228,49 +217,40 @@ class SpeculativeDecoder:
                 decoder. By default such calls raise.
 
         Returns:
-            `Callable`: takes what `generate` takes. Raises [`CallRefused`] for `assistant_model`, `streamer`, beams and
+            `Callable`: takes what `generate` takes. Raises [`~rollout.binding.CallRefused`] for `assistant_model`, `streamer`, beams and
             whatever else the loop cannot honour, unless `refused` takes note of it.
         """
 
-        def refuse(reason: str) -> None:
-            if refused is None:
-                raise CallRefused(reason)
-            refused(reason)
+        refused = refuse if refused is None else refused
 
         @functools.wraps(generate)
         def speculative(*args, **kwargs):
             names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-            named = {**dict(zip(names, args, strict=False)), **kwargs}
-            reason = self._reason_before(**named)
-            if reason is not None:
-                refuse(reason)
-                return generate(*args, **kwargs)
-            reached = []
+            told = {**dict(zip(names, args, strict=False)), **kwargs}.get("synced_gpus")
+            served: list[bool] = []  # whether the loop serves the call, known at the first reason or when it decodes
+
+            def examine(config) -> None:
+                reason = refused_reason(config)
+                if reason is not None and False not in served:
+                    served.append(False)
+                    refused(reason)
 
             def decode(plain, input_ids, synced_gpus=False, **arguments):
-                reached.append(True)
-                reason = call_reason(self.policy, **arguments)
+                reason = None if False in served else call_reason(self.policy, **arguments)
                 if reason is not None:
-                    refuse(reason)
+                    refused(reason)
+                served.append(reason is None and False not in served)
+                if not served[-1]:
                     return plain(input_ids, synced_gpus=synced_gpus, **arguments)
-                synced = self._synced(named.get("synced_gpus") if not synced_gpus else True)
-                return self(self.policy, input_ids, synced_gpus=synced, **arguments)
+                return self(self.policy, input_ids, synced_gpus=self._synced(synced_gpus or told), **arguments)
 
-            with decoding_by(self.policy, decode):
+            with decoding_by(self.policy, examine, decode):
                 result = generate(*args, **kwargs)
-            if not reached:
-                refuse(NOT_REACHED)
+            if not served:
+                refused(NOT_REACHED)
             return result
 
         return speculative
-
-    def _reason_before(self, generation_config: GenerationConfig | None = None, **kwargs) -> str | None:
-        """
-        What of a call can be refused before `generate` prepares it: some of what the loop does not do makes `generate` ask
-        for permission to run code from the Hub.
-        """
-        fields = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
-        return refused_reason(merged_config(self.policy, generation_config, **fields), **kwargs)
 
     def _synced(self, synced_gpus: bool | None) -> bool:
         """What `generate` would have computed for `synced_gpus`, had it known FSDP2."""
