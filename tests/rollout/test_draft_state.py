@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.modeling.teacher import PolicyHead
-from trl_codraft.rollout import loop
+from trl_codraft.rollout import drafting, loop
+from trl_codraft.rollout.cache import causal_mask
 from trl_codraft.rollout.speculative import SpeculativeDecoder, speculative_generate
 from trl_codraft.rollout.stats import MAX_DRAFT_TOKENS, SpeculativeStats
 
@@ -211,3 +212,37 @@ def test_stats_add_up_over_calls_and_ranks():
     first.reset()
     assert first == SpeculativeStats()
     assert (first.accept_length, first.tokens_per_row_forward, first.accept_rate) == (1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_masks_of_a_long_prompt_are_bounded_and_change_nothing(policy, monkeypatch, layers):
+    """One layer needs the masks of one column per row; deeper drafts build theirs in pieces."""
+    draft = random_draft(policy, scale=1.5, num_hidden_layers=layers)
+    ids, mask = ragged_prompts([60, 41, 60], seed=3)
+    call = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 4}
+    sizes, states, original = [], [], drafting.DraftRollout._catch_up
+
+    def counting(slots, visible, window=None):
+        built = causal_mask(slots, visible, window)
+        sizes.append(built.numel())
+        return built
+
+    def keeping(self):
+        original(self)
+        states.append(self._root_hidden.clone())
+
+    monkeypatch.setattr(drafting.DraftRollout, "_catch_up", keeping)
+    for bound in (2**26, 2**10):
+        monkeypatch.setattr("trl_codraft.rollout.cache.causal_mask", counting)
+        monkeypatch.setattr("trl_codraft.modeling.modeling_eagle3.MAX_MASK_BYTES", bound)
+        monkeypatch.setattr(
+            loop.PolicyMasks, "__call__", lambda self, slots, visible, *_, **__: causal_mask(slots, visible)
+        )
+        decoder = SpeculativeDecoder(policy, draft, num_draft_tokens=2)
+        decoder.bind(policy.generate)(ids, **call)
+        decoder.close()
+        assert max(sizes) <= (3 * 63 if layers == 1 else bound)
+        sizes.clear()
+    half = len(states) // 2
+    for whole, pieces in zip(states[:half], states[half:], strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-12)

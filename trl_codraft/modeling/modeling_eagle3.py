@@ -20,6 +20,10 @@ from .packing import PackedLayout
 from .teacher import PolicyHead
 
 
+# Of a mask that is built in pieces, one byte an entry.
+MAX_MASK_BYTES = 2**26
+
+
 class Eagle3DraftModel(nn.Module):
     """
     An EAGLE-3 draft (https://huggingface.co/papers/2503.01840): `fc` fuses the taps, one or more Llama layers read the
@@ -237,7 +241,7 @@ class Eagle3DraftModel(nn.Module):
         token_embeds: torch.Tensor,
         position_ids: torch.Tensor,
         cache,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Callable[[slice | torch.Tensor], torch.Tensor] | None = None,
         columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
@@ -253,8 +257,10 @@ class Eagle3DraftModel(nn.Module):
             cache (an object with `update(k, v, layer_idx) -> (k_all, v_all)`, for example
                 [`~transformers.DynamicCache`]):
                 Receives `(B, Hkv, q, D)` keys and values and returns all of them, `(B, Hkv, kv, D)`.
-            attention_mask (`torch.BoolTensor` of shape `(B, 1, q, kv)`, *optional*):
-                True where a row sees a key. `None`: every row sees all keys up to its own, the last `q` of the `kv`.
+            attention_mask (`torch.BoolTensor` of shape `(B, 1, q, kv)` or `Callable`, *optional*):
+                True where a row sees a key; or what returns that for a slice of the `q`, or for the columns `(B,)`, of which
+                it is then asked no more at once than fit into 64 MiB. `None`: every row sees all keys up to its own, the
+                last `q` of the `kv`.
             columns (`torch.LongTensor` of shape `(B,)`, *optional*):
                 The one column of each row whose output is wanted; needs `attention_mask`. The last layer then computes
                 only keys and values at the others.
@@ -266,9 +272,9 @@ class Eagle3DraftModel(nn.Module):
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k_all, v_all = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer)
-            mask = (
-                attention_mask if q.shape[1] == k.shape[1] else take_columns(attention_mask.transpose(1, 2), columns)
-            )
+            mask = attention_mask
+            if q.shape[1] != k.shape[1]:
+                mask = mask(columns) if callable(mask) else take_columns(mask.transpose(1, 2), columns)
             return _cached_attention(q.transpose(1, 2), k_all, v_all, mask, self.scale).transpose(1, 2)
 
         with _outside_autocast(hidden):
@@ -354,7 +360,11 @@ class _PassKeys:
 
 
 def _cached_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | Callable[[slice], torch.Tensor] | None,
+    scale: float,
 ) -> torch.Tensor:
     """Attention of (B, Hq, q, D) queries to (B, Hkv, kv, D) cached keys."""
     num_new, num_keys = q.shape[2], k.shape[2]
@@ -363,7 +373,13 @@ def _cached_attention(
     if q.is_cuda and mask is not None:
         # With a mask only the memory-efficient kernel avoids the whole score matrix there, and it knows no shared heads.
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    settings = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if not callable(mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)
+    size = max(1, MAX_MASK_BYTES // (len(q) * num_keys))
+    parts = [slice(start, min(start + size, num_new)) for start in range(0, num_new, size)]
+    outputs = [F.scaled_dot_product_attention(q[:, :, part], k, v, attn_mask=mask(part), **settings) for part in parts]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _outside_autocast(tensor: torch.Tensor) -> torch.autocast:

@@ -222,6 +222,27 @@ def causal_mask(slots: torch.Tensor, visible: int, window: int | None = None) ->
     return mask
 
 
+class CausalMask:
+    """
+    What [`causal_mask`] returns, for the columns that are asked for: the mask of all columns of a long prompt at once takes
+    memory that grows with the square of its length.
+
+    Args:
+        slots (`torch.LongTensor` of shape `(B, q)`):
+            Slot of each column.
+        visible (`int`):
+            Number of slots.
+    """
+
+    def __init__(self, slots: torch.Tensor, visible: int):
+        self._slots, self._visible = slots, visible
+
+    def __call__(self, columns: slice | torch.Tensor) -> torch.Tensor:
+        """`(B, 1, c, kv)` of neighbouring columns, or `(B, 1, 1, kv)` of one column of each row, `(B,)`."""
+        slots = self._slots[:, columns] if isinstance(columns, slice) else self._slots.gather(1, columns[:, None])
+        return causal_mask(slots, self._visible)
+
+
 class PolicyMasks:
     """
     Builds the masks a policy's forward takes, in the form its attention implementation and its layers want.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..modeling.teacher import PolicyHead
-from .cache import causal_mask
+from .cache import CausalMask
 from .static_shapes import LiveSteps, padded
 
 
@@ -204,7 +204,7 @@ class DraftRollout:
     def _forward(self, hidden, embeds, positions, reach: int, columns=None) -> torch.Tensor:
         """One draft forward: `(n, q, H)` outputs before the final norm, or `(n, 1, H)` at one column of each row."""
         self.cache.begin(positions, reach)
-        mask = causal_mask(positions, reach)
+        mask = CausalMask(positions, reach)
         return self.draft.step(hidden, embeds, positions.clamp(min=0), self.cache, mask, columns)
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
