@@ -16,7 +16,7 @@ from trl_codraft.rollout.support import unsupported_reason
 BOTH, EAGER = ("sdpa", "eager"), ("eager",)
 WINDOW = {"sliding_window": 5}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8}
-LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+LATENT |= {"head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
 FAMILIES = {
     "llama": (BOTH, {}),
     "qwen3": (BOTH, {}),

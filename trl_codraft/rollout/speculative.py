@@ -35,7 +35,7 @@ from .processors import PositionwiseProcessors
 from .prompts import refuse_empty_prompts
 from .static_shapes import steps_for
 from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
-from .support import call_reason, refused_reason, unsupported_reason
+from .support import call_reason, refused_argument, refused_reason, unsupported_reason
 from .trace import RolloutTrace
 
 
@@ -217,8 +217,8 @@ class SpeculativeDecoder:
                 decoder. By default such calls raise.
 
         Returns:
-            `Callable`: takes what `generate` takes. Raises [`~rollout.binding.CallRefused`] for `assistant_model`, `streamer`, beams and
-            whatever else the loop cannot honour, unless `refused` takes note of it.
+            `Callable`: takes what `generate` takes. Raises [`~rollout.binding.CallRefused`] for `assistant_model`,
+            `streamer`, beams and whatever else the loop cannot honour, unless `refused` takes note of it.
         """
 
         refused = refuse if refused is None else refused
@@ -226,7 +226,12 @@ class SpeculativeDecoder:
         @functools.wraps(generate)
         def speculative(*args, **kwargs):
             names = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-            told = {**dict(zip(names, args, strict=False)), **kwargs}.get("synced_gpus")
+            named = {**dict(zip(names, args, strict=False)), **kwargs}
+            # Before `generate` refuses in its own words what is not even needed here.
+            reason = refused_argument(**named)
+            if reason is not None:
+                refused(reason)
+                return generate(*args, **kwargs)
             served: list[bool] = []  # whether the loop serves the call, known at the first reason or when it decodes
 
             def examine(config) -> None:
@@ -242,7 +247,12 @@ class SpeculativeDecoder:
                 served.append(reason is None and False not in served)
                 if not served[-1]:
                     return plain(input_ids, synced_gpus=synced_gpus, **arguments)
-                return self(self.policy, input_ids, synced_gpus=self._synced(synced_gpus or told), **arguments)
+                return self(
+                    self.policy,
+                    input_ids,
+                    synced_gpus=self._synced(synced_gpus or named.get("synced_gpus")),
+                    **arguments,
+                )
 
             with decoding_by(self.policy, examine, decode):
                 result = generate(*args, **kwargs)

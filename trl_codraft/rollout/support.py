@@ -91,10 +91,10 @@ def refused_reason(config: GenerationConfig, **arguments) -> str | None:
         neutral = (None, False, 0, 1) if name == "guidance_scale" else (None, False, 0)
         if getattr(config, name) not in neutral:
             return f"`{name}={getattr(config, name)!r}`: {advice}. Unset it."
-    return _refused_argument(**arguments)
+    return refused_argument(**arguments)
 
 
-def _refused_argument(**arguments) -> str | None:
+def refused_argument(**arguments) -> str | None:
     """Which argument of the call, besides its configuration, cannot be honoured."""
     for name in ("assistant_model", "assistant_tokenizer"):
         if arguments.get(name) is not None:
