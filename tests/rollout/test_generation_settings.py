@@ -7,7 +7,14 @@ import pytest
 import torch
 from rollout.drafts import OracleDraft, ragged_prompts
 from tiny import tiny_policy, tiny_tokenizer
-from transformers import CompileConfig, DynamicCache, GenerationConfig, TextStreamer, WatermarkingConfig
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    TextStreamer,
+    WatermarkingConfig,
+)
 
 from trl_codraft.rollout.binding import CallRefused, reason_of_generate
 from trl_codraft.rollout.speculative import SpeculativeDecoder
@@ -100,6 +107,11 @@ ALONG = {"num_return_sequences": {"do_sample": True}}
 WAYS = ("argument", "configuration", "stored", "wrapped")
 
 
+class OfItsOwn(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
 def fresh_policy():
     policy = tiny_policy("llama", dtype=torch.float64, scale=3.0, num_hidden_layers=2)
     policy.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
@@ -176,6 +188,7 @@ def test_setting_is_left_to_generate_with_a_reason_or_refused(name, way):
         ("cache_implementation", kind)
         for kind in ("offloaded", "offloaded_static", "quantized", "paged", "sliding_window")
     ]
+    + [("logits_processor", [OfItsOwn()])]
     + [("assistant_model", fresh_policy()), ("streamer", TextStreamer(tiny_tokenizer())), ("cache", "filled")],
 )
 def test_arguments_that_a_wrapper_adds_are_seen(name, value):
@@ -185,7 +198,14 @@ def test_arguments_that_a_wrapper_adds_are_seen(name, value):
         value = DynamicCache(config=policy.config)
         policy(ids[:, :2], cache=value, use_cache=True)
     generate = functools.partial(policy.generate, **{name: value})
-    assert f"`{name}" in reason_of_generate(policy, generate, GenerationConfig(max_new_tokens=4), training=False)
+    config = GenerationConfig(max_new_tokens=4)
+    shown = "OfItsOwn" if name == "logits_processor" else f"{name}"
+    assert shown in reason_of_generate(policy, generate, config, training=False)
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=2)
+    # One row, which is all that streamers and assistants take.
+    with pytest.raises(CallRefused, match=shown):
+        decoder.bind(generate)(input_ids=ids[:1], attention_mask=mask[:1], generation_config=config)
+    decoder.close()
 
 
 def test_generate_that_decodes_in_its_own_way_is_seen_and_its_result_kept():
