@@ -235,3 +235,15 @@ def test_class_of_the_policy_is_its_own_in_forwards_and_afterwards():
     decoder.close()
     assert seen == {own}
     assert type(policy) is own
+
+
+def test_processor_that_only_generate_sees_leaves_the_call_to_it():
+    policy = fresh_policy()
+    ids, mask = ragged_prompts([5, 3])
+    generate = functools.partial(policy.generate, logits_processor=[OfItsOwn()])
+    call, reasons = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 5}, []
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=2)
+    assert torch.equal(decoder.bind(generate, reasons.append)(**call), generate(**call))
+    decoder.close()
+    assert len(reasons) == 1
+    assert "OfItsOwn" in reasons[0]
