@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trl_codraft.pp.cuda_calls import CudaCalls, CudaError
+from trl_codraft.pp.taps.cuda_calls import CudaCalls, CudaError
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from transformers import LlamaConfig
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.draft_optimizer import ShardedAdamW
+from trl_codraft.training.sharded_adamw import ShardedAdamW
 
 
 MIB = 2**20

@@ -25,7 +25,7 @@ from trl_codraft.modeling.packing import DraftBatch, PackedLayout
 from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.modeling.teacher import PolicyHead
 from trl_codraft.modeling.vocab import choose_draft_vocab
-from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
 EVALUATED_TOKENS = 5

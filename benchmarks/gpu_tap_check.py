@@ -32,10 +32,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trl_codraft.pp import CudaTransport, SharedMemoryTransport, Tap, TapChannel, TapPlan
-from trl_codraft.pp.cuda_calls import CudaCalls
-from trl_codraft.pp.opening import open_channel
-from trl_codraft.pp.pinned import PinnedTransport
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp.taps.cuda import CudaTransport
+from trl_codraft.pp.taps.cuda_calls import CudaCalls
+from trl_codraft.pp.taps.opening import open_channel
+from trl_codraft.pp.taps.pinned import PinnedTransport
+from trl_codraft.pp.taps.plan import Tap, TapPlan
+from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
 
 
 ROOT = Path(__file__).resolve().parents[1]

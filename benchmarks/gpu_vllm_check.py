@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
-from trl_codraft.vllm_refit import refit_tensors
+from trl_codraft.vllm.refit import refit_tensors
 
 
 RUNS = {
@@ -45,7 +45,7 @@ def install_stand_in() -> None:
     from fake_vllm import engine_class
     from trl.generation import vllm_generation
 
-    from trl_codraft import vllm_rollouts
+    from trl_codraft.vllm import generation as vllm_rollouts
 
     vllm_generation.LLM, vllm_generation.SamplingParams = engine_class(), SimpleNamespace
     vllm_generation.is_vllm_available = lambda: True

@@ -30,10 +30,14 @@ from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import pack_rows
 from trl_codraft.modeling.teacher import PolicyHead
-from trl_codraft.pp import Pipeline, SharedMemoryTransport, Tap, TapChannel, TapPlan, schedule_order, split_policy
-from trl_codraft.pp import schedule as pp_schedule
-from trl_codraft.pp.order import Action, action_ends
-from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp import pipeline as pp_schedule
+from trl_codraft.pp.order import Action, action_ends, schedule_order
+from trl_codraft.pp.pipeline import Pipeline
+from trl_codraft.pp.stages.split import split_policy
+from trl_codraft.pp.taps.plan import Tap, TapPlan
+from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
+from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
 PASSES = 3

@@ -15,7 +15,8 @@ import math
 import statistics
 from itertools import product
 
-from trl_codraft.pp import balance_layers, fastest_layers, schedule_order, step_time
+from trl_codraft.pp.balance import balance_layers, fastest_layers, step_time
+from trl_codraft.pp.order import schedule_order
 
 
 RANKS = (2, 4, 8, 16)

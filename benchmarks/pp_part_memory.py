@@ -20,7 +20,9 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from trl_codraft.pp import balance_layers, keep_stages, load_part
+from trl_codraft.pp.balance import balance_layers
+from trl_codraft.pp.stages.loading import load_part
+from trl_codraft.pp.stages.split import keep_stages
 
 
 def resident(kind: str) -> int:

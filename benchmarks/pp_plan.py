@@ -1,7 +1,7 @@
 """
 What each rank of a pipeline would hold of a large policy, before anything is allocated: the table that the trainer prints
 when it is built, for a policy of a given shape on a given number of GPUs, ranks holding their stages alone (rollouts by a
-vLLM server). Calculated from shapes, nothing is run: see `trl_codraft/pp/planner.py` for what is counted and what is not.
+vLLM server). Calculated from shapes, nothing is run: see `trl_codraft/pp/memory.py` for what is counted and what is not.
 
 By default the shape of Mistral-Large-Instruct-2411 (123B weights, 88 layers) on 2 nodes of 8 GPUs of 131 GiB (H200),
 bfloat16, microbatches of one row of 8,192 tokens, one micro-step, gradient checkpointing, a draft of the full vocabulary on every rank.
@@ -19,8 +19,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.pipeline_part import layers_of_stages
-from trl_codraft.pp.planner import PipelineMemory, draft_memory, plan_memory
+from trl_codraft.grpo.stage_weights import layers_of_stages
+from trl_codraft.pp.memory import PipelineMemory, draft_memory, plan_memory
 
 
 SHAPE = {

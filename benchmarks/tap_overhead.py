@@ -24,9 +24,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_codraft.pp import GlooTransport, Pipeline, SharedMemoryTransport, TapChannel, TapPlan, split_policy
-from trl_codraft.pp import schedule as pp_schedule
-from trl_codraft.pp.transport import HostCopies
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp import pipeline as pp_schedule
+from trl_codraft.pp.pipeline import Pipeline
+from trl_codraft.pp.stages.split import split_policy
+from trl_codraft.pp.taps.gloo import GlooTransport
+from trl_codraft.pp.taps.plan import TapPlan
+from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
+from trl_codraft.pp.taps.transport import HostCopies
 
 
 ARMS = ("off", "shared memory", "gloo", "relay", "blocking")

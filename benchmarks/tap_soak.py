@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trl_codraft.pp import GlooTransport, SharedMemoryTransport, Tap, TapChannel, TapPlan, schedule_order
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp.order import schedule_order
+from trl_codraft.pp.taps.gloo import GlooTransport
+from trl_codraft.pp.taps.plan import Tap, TapPlan
+from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
 
 
 TRANSPORTS = {"shared memory": SharedMemoryTransport, "gloo": GlooTransport}

@@ -24,7 +24,7 @@ from trl_codraft.modeling.packing import pack_rows
 from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.modeling.teacher import PolicyHead
 from trl_codraft.modeling.vocab import choose_draft_vocab
-from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

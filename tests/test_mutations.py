@@ -17,9 +17,9 @@ from rollout import test_speculative_sampling as sampled
 from trainer import test_trained_tokens
 
 from trl_codraft.modeling import losses, modeling_eagle3, packing, taps
-from trl_codraft.rollout import sampling
+from trl_codraft.rollout import accept as sampling
 from trl_codraft.trainer import CoDraftGRPOTrainer
-from trl_codraft.training import DraftTrainer
+from trl_codraft.training.draft_trainer import DraftTrainer
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from trl_codraft.modeling.packing import DraftBatch, PackedLayout
 from trl_codraft.modeling.teacher import PolicyHead
-from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
 K = 3

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from packaging.specifiers import SpecifierSet
 
-from .vllm_versions import transformers_needed_by_vllm
+from .vllm.versions import transformers_needed_by_vllm
 
 
 __version__ = "0.1.0.dev0"
@@ -20,10 +20,10 @@ _PUBLIC_NAMES = {
     "Eagle3DraftConfig": "modeling.configuration_eagle3",
     "Eagle3DraftModel": "modeling.modeling_eagle3",
     "SpeculativeOutput": "rollout.speculative",
-    "export_draft": "export",
-    "score_draft": "export",
+    "export_draft": "serving.export",
+    "score_draft": "serving.export",
     "speculative_generate": "rollout.speculative",
-    "validate_draft": "export",
+    "validate_draft": "serving.export",
 }
 
 __all__ = list(_PUBLIC_NAMES)

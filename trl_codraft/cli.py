@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .config_file import ConfigFileOption, option_value, read_config_file
-from .export import check_repo_id, export_draft, push_draft, score_draft
-from .model_card import SCORE_KEYS
-from .modeling.draft_folder import resolve_folder
+from .modeling.disk.folder import resolve_folder
 from .modeling.modeling_eagle3 import Eagle3DraftModel
-from .policy_source import PolicySource
-from .validation import problems, validate_draft
+from .scripts.config_file import ConfigFileOption, option_value, read_config_file
+from .serving.export import check_repo_id, export_draft, push_draft, score_draft
+from .serving.model_card import SCORE_KEYS
+from .serving.policy_source import PolicySource
+from .serving.validation import problems, validate_draft
 
 
 TRACEBACK = "--traceback"

@@ -6,12 +6,12 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
-from .bounds import Bounds, Choice, Flag, Text, Whole, WholeNumbers, check_all
-from .draft_schedule import check_schedule
-from .naming import shown
+from .modeling.naming import shown
 from .pp.order import SCHEDULES
 from .rollout.stats import MAX_DRAFT_TOKENS
-from .training import TRAINING_BOUNDS
+from .training.bounds import Bounds, Choice, Flag, Text, Whole, WholeNumbers, check_all
+from .training.draft_trainer import TRAINING_BOUNDS
+from .training.schedule import check_schedule
 
 
 # The settings of the draft's own training, by field of `DraftTrainingArguments`.

@@ -2,7 +2,7 @@
 [`CoDraftGRPOTrainer`]: TRL's GRPO trainer with a draft that is trained inside the step and speeds up its rollouts.
 
 Each override is a few lines that call a part: taps and packing (`modeling/`), the draft's own training (`training.py`),
-speculative decoding (`rollout/`), drafts on disk (`draft_checkpoints.py`, `export.py`). The draft is never a child
+speculative decoding (`rollout/`), drafts on disk (`grpo/draft_checkpoints.py`, `export.py`). The draft is never a child
 module of the policy and has its own backward and optimizer, so the policy's run is bit for bit the one without it.
 """
 
@@ -22,9 +22,20 @@ from transformers.utils import logging
 from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
-from .agreement import require_same_draft, require_same_parts, require_same_settings, require_same_start
-from .building import build_draft, build_draft_trainer, head_dtype
-from .compatibility import (
+from .config import CoDraftGRPOConfig
+from .cp.draft import DraftBatchShard, shard_rows
+from .grpo.agreement import require_same_draft, require_same_parts, require_same_settings, require_same_start
+from .grpo.building import build_draft, build_draft_trainer, head_dtype
+from .grpo.draft_checkpoints import DraftCheckpoints
+from .grpo.join_context import draft_loss_on, join_context_group, not_sharded_by_accelerate, require_divisible_world
+from .grpo.join_pipeline import join_pipeline_group
+from .grpo.pipeline_checkpoints import PipelineCheckpoints
+from .grpo.pipelined_losses import PipelinedLoss
+from .grpo.pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
+from .grpo.prompt_column import require_prompts
+from .grpo.saved_draft import SavedDraft
+from .grpo.stage_weights import policies_in_parts
+from .grpo.support import (
     GOOD_ACCEPT_LENGTH,
     base_policy,
     is_compiled,
@@ -37,32 +48,16 @@ from .compatibility import (
     warn_about_settings,
     warn_about_unused_settings,
 )
-from .config import CoDraftGRPOConfig
-from .context_group import (
-    draft_loss_on,
-    join_context_group,
-    not_sharded_by_accelerate,
-    require_divisible_world,
-)
-from .cp.draft import DraftBatchShard, shard_rows
-from .draft_checkpoints import DraftCheckpoints
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .modeling.packing import DraftBatch, pack_rows
 from .modeling.taps import TapRecorder, let_compiled_forwards_see_hooks
 from .modeling.teacher import PolicyHead
-from .pipeline_checkpoints import PipelineCheckpoints
-from .pipeline_group import join_pipeline_group
-from .pipeline_part import policies_in_parts
-from .pipelined_loss import PipelinedLoss
-from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_random_state, pretrain_draft
-from .prompt_column import require_prompts
 from .rollout.controller import SpeedReport
 from .rollout.prompts import refuse_empty_prompts
 from .rollout.speculative import SpeculativeDecoder
 from .rollout.stats import SpeculativeStats
-from .saved_draft import SavedDraft
-from .training import DraftTrainer
-from .vllm_rollouts import DraftVLLMGeneration, deferred_engine, stats_of
+from .training.draft_trainer import DraftTrainer
+from .vllm.generation import DraftVLLMGeneration, deferred_engine, stats_of
 
 
 logger = logging.get_logger(__name__)
@@ -104,7 +99,7 @@ class CoDraftGRPOTrainer(DraftCheckpoints, PipelineCheckpoints, PipelinedLoss):
     Attributes:
         draft_model ([`Eagle3DraftModel`] or `None`):
             The draft, with fp32 weights. `None` with `use_draft=False`.
-        draft_trainer ([`~training.DraftTrainer`] or `None`):
+        draft_trainer ([`~training.draft_trainer.DraftTrainer`] or `None`):
             Its optimizer and schedule. Built when training begins.
         draft_pretraining_log (`list[dict[str, float]]`):
             Metrics of each pretraining update.

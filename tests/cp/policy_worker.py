@@ -19,7 +19,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_codraft.cp import ContextLayout
 from trl_codraft.cp.probe import disagreement_with_plain
 from trl_codraft.cp.sharding import ContextSharding
-from trl_codraft.group import LossGroup, score_together
+from trl_codraft.group.exchange import LossGroup
+from trl_codraft.group.members import score_together
 
 
 LONGROPE = {

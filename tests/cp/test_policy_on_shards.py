@@ -17,12 +17,12 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
 from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
 
-from trl_codraft import context_group
-from trl_codraft.context_group import unsupported_with_shards
 from trl_codraft.cp import ContextLayout
-from trl_codraft.cp.model import KEYWORD, RoutedPolicy, ShardForward, no_mask, sharded_attention
 from trl_codraft.cp.planner import Segment
 from trl_codraft.cp.probe import disagreement_with_plain, unsupported_by_shards
+from trl_codraft.cp.routing import KEYWORD, RoutedPolicy, ShardForward, no_mask, sharded_attention
+from trl_codraft.grpo import join_context as context_group
+from trl_codraft.grpo.join_context import unsupported_with_shards
 
 
 NAMES = [

@@ -14,8 +14,8 @@ from cp.trainer_worker import build, save_policies
 from forked_ranks import start_ranks
 from replay import token_reward
 
-from trl_codraft.cp import model
-from trl_codraft.training import DraftTrainer
+from trl_codraft.cp import routing as model
+from trl_codraft.training.draft_trainer import DraftTrainer
 
 
 TIMEOUT = 10

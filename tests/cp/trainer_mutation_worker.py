@@ -14,7 +14,8 @@ from cp.trainer_cases import CASES
 from cp.trainer_worker import ShardedTrainer, run, save_policies
 from forked_ranks import fork_broken_ranks
 
-from trl_codraft.cp import experts, model, probe
+from trl_codraft.cp import experts, probe
+from trl_codraft.cp import routing as model
 from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.cp.sharding import ContextSharding
 from trl_codraft.group import exchange

@@ -28,7 +28,7 @@ def see(rank, world_size, out):
     trainer = codraft_trainer(out / "run", save_strategy="steps", save_steps=1, max_steps=1, **config)
     trainer.train()
     seen, said = {}, []
-    logging.get_logger("trl_codraft.draft_checkpoints").warning = said.append
+    logging.get_logger("trl_codraft.grpo.draft_checkpoints").warning = said.append
     for missing in ("draft", "draft_state.pt", "damaged"):
         checkpoint = out / missing / f"of rank {rank}" / "checkpoint-1"
         shutil.copytree(out / "run" / "checkpoint-1", checkpoint)

@@ -17,7 +17,7 @@ from peft import LoraConfig
 from tiny import tiny_policy, tiny_tokenizer
 
 from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.agreement import require_same_settings, require_same_start
+from trl_codraft.grpo.agreement import require_same_settings, require_same_start
 
 
 def other(value):

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 def see(rank, world_size, out):
     said = []
-    logging.get_logger("trl_codraft.draft_checkpoints").warning = said.append
+    logging.get_logger("trl_codraft.grpo.draft_checkpoints").warning = said.append
     config = {
         "ddp_timeout": 60,
         "draft_shard_optimizer": True,

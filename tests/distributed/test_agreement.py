@@ -7,7 +7,7 @@ from distributed.agreement_worker import RUNS
 from group.forked_ranks import run_script
 
 from trl_codraft import CoDraftGRPOConfig
-from trl_codraft.agreement import MAY_DIFFER
+from trl_codraft.grpo.agreement import MAY_DIFFER
 
 
 FREE = set().union(*MAY_DIFFER.values())

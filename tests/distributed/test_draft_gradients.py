@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
 K = 3

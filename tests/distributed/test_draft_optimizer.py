@@ -9,9 +9,9 @@ import torch.distributed as dist
 from cp.groups import RANKS, run_in_groups
 from modeling.draft_cases import RAGGED, draft_case, microbatch
 
-from trl_codraft.draft_optimizer import ShardedAdamW, cut_weights
-from trl_codraft.pp import draft_memory
-from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+from trl_codraft.pp.memory import draft_memory
+from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
+from trl_codraft.training.sharded_adamw import ShardedAdamW, cut_weights
 
 
 # By case, shapes of the weights with and without decay. One weight is cut for all, or there are more ranks than elements.

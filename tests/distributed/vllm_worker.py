@@ -11,7 +11,7 @@ from grpo_runs import codraft_trainer
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
-from trl_codraft import vllm_rollouts
+from trl_codraft.vllm import generation as vllm_rollouts
 
 
 def main(out: Path) -> None:

@@ -16,17 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trl_codraft.group import (
-    Header,
-    Phase,
-    ShardScores,
-    backward_members,
-    describe,
-    new_loss_group,
-    parallel_mesh,
-    score_members,
-    score_together,
-)
+from trl_codraft.group.exchange import new_loss_group, parallel_mesh
+from trl_codraft.group.header import Header, Phase, describe
+from trl_codraft.group.members import ShardScores, backward_members, score_members, score_together
 
 
 NAMES = ("flags", "ids", "half", "single", "double", "scalar", "input_ids", "attention_mask")

@@ -12,8 +12,8 @@ from forked_ranks import fork_broken_ranks
 from replay_cases import CASES
 from replay_worker import run, save_policies
 
-from trl_codraft import grouped_loss
 from trl_codraft.group import exchange, members
+from trl_codraft.grpo import grouped_losses as grouped_loss
 
 
 # Name -> case, owner of a function, its name, and pairs of what to replace in its source and by what.

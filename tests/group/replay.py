@@ -8,8 +8,9 @@ from fsdp2_on_cpu import whole
 from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
-from trl_codraft.group import ShardScores, new_loss_group
-from trl_codraft.grouped_loss import TRAVELLING_TENSORS, GroupedLoss
+from trl_codraft.group.exchange import new_loss_group
+from trl_codraft.group.members import ShardScores
+from trl_codraft.grpo.grouped_losses import TRAVELLING_TENSORS, GroupedLoss
 
 
 class WholeMicrobatch:

@@ -8,9 +8,9 @@ from forked_ranks import run_script
 from machinery_worker import CHECKS
 from torch import nn
 
-from trl_codraft.group import Header, MemberAccelerator, Phase, attributes_set, describe, report_as
-from trl_codraft.group.header import MAX_TENSORS
-from trl_codraft.grouped_loss import require_averaged_gradients
+from trl_codraft.group.header import MAX_TENSORS, Header, Phase, describe
+from trl_codraft.group.members import MemberAccelerator, attributes_set, report_as
+from trl_codraft.grpo.grouped_losses import require_averaged_gradients
 
 
 @pytest.fixture(scope="module")

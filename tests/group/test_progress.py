@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from trl import GRPOTrainer
 
-from trl_codraft.progress import NAMED_RANKS, STAGES, KnownProgress, ProgressBoard
+from trl_codraft.grpo.progress import NAMED_RANKS, STAGES, KnownProgress, ProgressBoard
 
 
 def boards(world_size):

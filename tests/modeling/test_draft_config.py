@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig, default_tap_layers
-from trl_codraft.modeling.draft_layers import DraftRotary
+from trl_codraft.modeling.layers import DraftRotary
 
 
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite"]

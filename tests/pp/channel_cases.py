@@ -5,16 +5,13 @@ import time
 import torch
 from emulated_device import CPU, EmulatedCalls, LateChannel
 
-from trl_codraft.pp import (
-    CudaTransport,
-    GlooTransport,
-    SharedMemoryTransport,
-    Tap,
-    TapChannel,
-    TapPlan,
-    schedule_order,
-)
-from trl_codraft.pp.pinned import PinnedTransport
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp.order import schedule_order
+from trl_codraft.pp.taps.cuda import CudaTransport
+from trl_codraft.pp.taps.gloo import GlooTransport
+from trl_codraft.pp.taps.pinned import PinnedTransport
+from trl_codraft.pp.taps.plan import Tap, TapPlan
+from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
 
 
 TRANSPORTS = {"shared memory": SharedMemoryTransport, "gloo": GlooTransport}

@@ -17,7 +17,9 @@ from forked import fork_ranks, side_by_side
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trl_codraft.pp import Tap, TapPlan, open_channel, opening, sockets
+from trl_codraft.pp.taps import opening, sockets
+from trl_codraft.pp.taps.opening import open_channel
+from trl_codraft.pp.taps.plan import Tap, TapPlan
 
 
 def changing_shapes(rank, group, transport, schedule="1F1B", num_stages=None, slots=None):

@@ -1,5 +1,5 @@
 """
-A GPU for tests of transports, emulated by threads: the interface of `trl_codraft.pp.cuda_calls.CudaCalls`.
+A GPU for tests of transports, emulated by threads: the interface of `trl_codraft.pp.taps.cuda_calls.CudaCalls`.
 
 Streams run what they are given late, by random times of their own. Events are counters, those of other processes in shared
 memory; an event that was not recorded is not waited for. Memory is poisoned when it is allocated and when it is freed, as soon
@@ -19,7 +19,7 @@ import weakref
 import torch
 
 from trl_codraft.pp import TapChannel
-from trl_codraft.pp.cuda_calls import CudaError
+from trl_codraft.pp.taps.cuda_calls import CudaError
 
 
 POISON = 0xA5

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from emulated_worker import changing_shapes, taken_at_once
 from forked import fork_ranks, side_by_side
 
-from trl_codraft.pp import CudaTransport
-from trl_codraft.pp.pinned import PinnedTransport, _Publisher
-from trl_codraft.pp.side_copies import SideCopies, Staging
+from trl_codraft.pp.taps.cuda import CudaTransport
+from trl_codraft.pp.taps.pinned import PinnedTransport, _Publisher
+from trl_codraft.pp.taps.side_copies import SideCopies, Staging
 
 
 def without(owner, name, old, new="pass"):

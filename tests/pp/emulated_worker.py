@@ -31,8 +31,8 @@ from forked import fork_ranks, side_by_side
 
 from benchmarks.cuda_calls_check import CallsCheck
 from benchmarks.tap_soak import open_files, resident_bytes
-from trl_codraft.pp import TapChannelError
-from trl_codraft.pp.opening import open_channel
+from trl_codraft.pp.taps.message import TapChannelError
+from trl_codraft.pp.taps.opening import open_channel
 
 
 SLOW_COPY = 0.6
@@ -189,7 +189,7 @@ def fallback(rank, group, transport, calls, culprit):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
-    logger = logging.getLogger("trl_codraft.pp.opening")
+    logger = logging.getLogger("trl_codraft.pp.taps.opening")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     plan = mixed_plan(3, num_microbatches=3)

@@ -19,8 +19,8 @@ from pp.trainer_fault_worker import strike
 from pp.trainer_worker import build, save_policies
 from replay import token_reward
 
-from trl_codraft import vllm_rollouts
-from trl_codraft.vllm_rollouts import DraftVLLMGeneration
+from trl_codraft.vllm import generation as vllm_rollouts
+from trl_codraft.vllm.generation import DraftVLLMGeneration
 
 
 TIMEOUT = 10

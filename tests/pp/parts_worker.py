@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
-from trl_codraft import vllm_rollouts
+from trl_codraft.vllm import generation as vllm_rollouts
 
 
 SERVED = {

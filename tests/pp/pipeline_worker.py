@@ -23,18 +23,13 @@ from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import pack_rows
 from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.modeling.teacher import PolicyHead
-from trl_codraft.pp import (
-    Pipeline,
-    Rows,
-    SharedMemoryTransport,
-    Tap,
-    TapChannel,
-    TapPlan,
-    pad_microbatches,
-    split_policy,
-    sum_tied_gradients,
-)
-from trl_codraft.training import DraftTrainer, DraftTrainingArguments
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp.pipeline import Pipeline
+from trl_codraft.pp.rows import Rows, pad_microbatches
+from trl_codraft.pp.stages.split import split_policy, sum_tied_gradients
+from trl_codraft.pp.taps.plan import Tap, TapPlan
+from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
+from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ from channel_worker import changing_shapes
 from forked import fork_ranks
 from torch import distributed as dist
 
-from trl_codraft.pp import TapChannel, gloo, plan, schedule, shared_memory, split
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp import pipeline as schedule
+from trl_codraft.pp.stages import split
+from trl_codraft.pp.taps import gloo, plan, shared_memory
 
 
 def tap_of_the_next_layer():

@@ -5,7 +5,7 @@ Each rank runs its order; the two ends of a lane are the library's own `SourceEn
 queues in between. Writing and reading a slot take two steps each, so that an overlap shows.
 """
 
-from trl_codraft.pp.lane import SinkEnd, SourceEnd
+from trl_codraft.pp.taps.lane import SinkEnd, SourceEnd
 
 
 class Violation(AssertionError):

@@ -20,20 +20,13 @@ from pipeline_worker import LAYERS_4, inputs_of, ragged_microbatches, score
 from tiny import BALANCED_EXPERTS, tiny_policy
 from transformers import AutoModelForCausalLM
 
-from trl_codraft.pp import (
-    Pipeline,
-    PolicyReplica,
-    align_parts,
-    average_gradients,
-    clip_grad_norm,
-    keep_stages,
-    load_optimizer,
-    pad_microbatches,
-    reduce_gradients,
-    save_optimizer,
-    save_policy,
-    split_policy,
-)
+from trl_codraft.pp.pipeline import Pipeline
+from trl_codraft.pp.rows import pad_microbatches
+from trl_codraft.pp.stages.checkpoint import load_optimizer, save_optimizer, save_policy
+from trl_codraft.pp.stages.gradients import average_gradients, clip_grad_norm, reduce_gradients
+from trl_codraft.pp.stages.loading import align_parts
+from trl_codraft.pp.stages.replica import PolicyReplica
+from trl_codraft.pp.stages.split import keep_stages, split_policy
 
 
 def policy_of(model_type="llama", **overrides):

@@ -17,8 +17,8 @@ from channel_cases import TRANSPORTS as OF_THE_HOST
 from channel_cases import make_channel, mixed_plan, require_values, run_step
 from forked import fork_ranks, side_by_side
 
-from trl_codraft.pp import Tap
-from trl_codraft.pp.message import HEADER_BYTES
+from trl_codraft.pp.taps.message import HEADER_BYTES
+from trl_codraft.pp.taps.plan import Tap
 
 
 TRANSPORTS = (*OF_THE_HOST, "CUDA")

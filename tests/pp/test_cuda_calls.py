@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_codraft.pp.cuda_calls import PAGE, CudaCalls, CudaError
+from trl_codraft.pp.taps.cuda_calls import PAGE, CudaCalls, CudaError
 
 
 class Errors(IntEnum):

@@ -13,8 +13,8 @@ from forked import TESTS, run_script, succeeded
 from prepared import run_prepared
 
 from benchmarks.cuda_calls_check import CallsCheck
-from trl_codraft.pp.cuda_calls import CudaCalls
-from trl_codraft.pp.side_copies import Staging
+from trl_codraft.pp.taps.cuda_calls import CudaCalls
+from trl_codraft.pp.taps.side_copies import Staging
 
 
 TRANSPORTS = tuple(emulated_worker.EMULATED)

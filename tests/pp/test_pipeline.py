@@ -8,7 +8,8 @@ from forked import run_script, succeeded
 from pipeline_worker import ARCHITECTURES, CASES, USUAL, ragged_microbatches
 from tiny import tiny_policy
 
-from trl_codraft.pp import Rows, pad_microbatches, split_policy, verify_split
+from trl_codraft.pp.rows import Rows, pad_microbatches
+from trl_codraft.pp.stages.split import split_policy, verify_split
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import torch
 from tiny import tiny_policy
 
 from trl_codraft.cp.rotary import rotary_by_length
-from trl_codraft.pipeline_rows import Job, WholeRows
-from trl_codraft.pp import StageView
+from trl_codraft.grpo.pipeline_microbatches import Job, WholeRows
+from trl_codraft.pp.stages.view import StageView
 
 
 DYNAMIC = {

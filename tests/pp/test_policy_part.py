@@ -8,7 +8,11 @@ from tiny import BALANCED_EXPERTS, tiny_policy
 from torch import nn
 from transformers import core_model_loading
 
-from trl_codraft.pp import PolicyReplica, PolicyStage, StageView, keep_stages, load_part, save_policy
+from trl_codraft.pp.stages.checkpoint import save_policy
+from trl_codraft.pp.stages.loading import load_part
+from trl_codraft.pp.stages.replica import PolicyReplica
+from trl_codraft.pp.stages.split import PolicyStage, keep_stages
+from trl_codraft.pp.stages.view import StageView
 
 
 LAYERS = (1, 2, 1)

@@ -35,4 +35,4 @@ def test_comparison_with_known_taps_notices(outcomes, mutation):
         return
     # The draft's rank ended on a wrong tap or a header that is not the planned one, not on some other error.
     error = ranks[1].errors.strip().splitlines()[-1]
-    assert error.startswith(("AssertionError: (", "trl_codraft.pp.message.TapMismatch")), error
+    assert error.startswith(("AssertionError: (", "trl_codraft.pp.taps.message.TapMismatch")), error

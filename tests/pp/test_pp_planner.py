@@ -7,9 +7,10 @@ import torch
 from modeling.draft_cases import draft_case
 from tiny import tiny_policy
 
-from trl_codraft.pp import PlanUnavailable, TapPlan, bubble_share, draft_memory, plan_memory, split_policy
+from trl_codraft.pp.memory import PlanUnavailable, bubble_share, draft_memory, plan_memory, saved_by_layer
 from trl_codraft.pp.order import BACKWARD_TIME, FORWARD_TIME, action_ends, schedule_order
-from trl_codraft.pp.planner import saved_by_layer
+from trl_codraft.pp.stages.split import split_policy
+from trl_codraft.pp.taps.plan import TapPlan
 
 
 ROWS, COLUMNS = 2, 24

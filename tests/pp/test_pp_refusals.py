@@ -11,15 +11,15 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
 from torch import nn
 
-from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel, pipeline_group
-from trl_codraft.agreement import common_settings
-from trl_codraft.context_group import require_divisible_world
-from trl_codraft.pipeline_group import hidden_dtype, unsupported_in_stages
-from trl_codraft.pipeline_part import layers_of_stages, policies_in_parts, require_place_for_adapter
-from trl_codraft.pipelined_loss import PipelinedLoss
-from trl_codraft.pp import Shard, StageView
-from trl_codraft.pp.view import plain_forward
-from trl_codraft.pretraining import longest_prompt
+from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft.grpo import join_pipeline as pipeline_group
+from trl_codraft.grpo.agreement import common_settings
+from trl_codraft.grpo.join_context import require_divisible_world
+from trl_codraft.grpo.join_pipeline import hidden_dtype, unsupported_in_stages
+from trl_codraft.grpo.pipelined_losses import PipelinedLoss
+from trl_codraft.grpo.pretraining import longest_prompt
+from trl_codraft.grpo.stage_weights import layers_of_stages, policies_in_parts, require_place_for_adapter
+from trl_codraft.pp.stages.view import Shard, StageView, plain_forward
 
 
 LAYERS = (1, 2, 1)

@@ -3,8 +3,8 @@
 import pytest
 from protocol_model import Model, Violation
 
-from trl_codraft.pp.lane import SinkEnd, SourceEnd
 from trl_codraft.pp.order import Action, required_slots, schedule_order
+from trl_codraft.pp.taps.lane import SinkEnd, SourceEnd
 
 
 # Schedule, ranks, stages, microbatches.

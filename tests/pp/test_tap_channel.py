@@ -12,7 +12,8 @@ from channel_cases import require_one_crossing
 from forked import TESTS, run_script, succeeded
 from prepared import run_prepared
 
-from trl_codraft.pp import GlooTransport, TapChannel
+from trl_codraft.pp import TapChannel
+from trl_codraft.pp.taps.gloo import GlooTransport
 
 
 TRANSPORTS = ("shared memory", "gloo")

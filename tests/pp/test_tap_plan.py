@@ -6,8 +6,9 @@ import pytest
 import torch
 from channel_cases import mixed_plan
 
-from trl_codraft.pp import Action, Tap, TapMismatch, TapPlan
-from trl_codraft.pp.message import HEADER_BYTES, Header, Kind
+from trl_codraft.pp.order import Action
+from trl_codraft.pp.taps.message import HEADER_BYTES, Header, Kind, TapMismatch
+from trl_codraft.pp.taps.plan import Tap, TapPlan
 
 
 FP32 = torch.float32

@@ -14,8 +14,8 @@ from forked_ranks import start_ranks
 from pp.trainer_worker import build, save_policies
 from replay import token_reward
 
-from trl_codraft.pp import StageView
-from trl_codraft.training import DraftTrainer
+from trl_codraft.pp.stages.view import StageView
+from trl_codraft.training.draft_trainer import DraftTrainer
 
 
 TIMEOUT = 10

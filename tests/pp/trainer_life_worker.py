@@ -17,9 +17,9 @@ from pp.trainer_worker import TAPS, build, release, save_policies, weights_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_codraft import CoDraftGRPOTrainer
-from trl_codraft.pp import plan_memory
-from trl_codraft.pp.schedule import _TappedStage
-from trl_codraft.training import DraftTrainer
+from trl_codraft.pp.memory import plan_memory
+from trl_codraft.pp.pipeline import _TappedStage
+from trl_codraft.training.draft_trainer import DraftTrainer
 
 
 CLASSES = CoDraftGRPOTrainer, CoDraftGRPOTrainer

@@ -13,11 +13,11 @@ from forked_ranks import fork_broken_ranks
 from pp.trainer_cases import CASES
 from pp.trainer_worker import StagedTrainer, run, save_policies
 
-from trl_codraft import pipelined_loss
-from trl_codraft.group import Scores
-from trl_codraft.grouped_loss import GroupedLoss
-from trl_codraft.pipeline_rows import WholeRows
-from trl_codraft.pp import PolicyReplica
+from trl_codraft.group.members import Scores
+from trl_codraft.grpo import pipelined_losses as pipelined_loss
+from trl_codraft.grpo.grouped_losses import GroupedLoss
+from trl_codraft.grpo.pipeline_microbatches import WholeRows
+from trl_codraft.pp.stages.replica import PolicyReplica
 
 
 original_inputs = WholeRows._inputs

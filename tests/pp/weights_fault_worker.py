@@ -10,7 +10,9 @@ import torch.distributed as dist
 from forked import fork_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_codraft.pp import PolicyReplica, WholeStream, send_embedding, split_policy
+from trl_codraft.pp.stages.loading import WholeStream, send_embedding
+from trl_codraft.pp.stages.replica import PolicyReplica
+from trl_codraft.pp.stages.split import split_policy
 
 
 def tiny_policy():

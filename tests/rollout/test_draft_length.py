@@ -8,7 +8,7 @@ import torch
 from rollout.drafts import OracleDraft, ragged_prompts, random_draft
 from tiny import tiny_policy
 
-from trl_codraft.rollout.acceptance import AcceptanceRecord
+from trl_codraft.rollout.acceptance_rates import AcceptanceRecord
 from trl_codraft.rollout.controller import DraftLengthController, FixedDraftLength, Round, row_bucket
 from trl_codraft.rollout.drafting import DraftRollout
 from trl_codraft.rollout.speculative import SpeculativeDecoder

@@ -12,7 +12,8 @@ from tiny import tiny_policy
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from trl_codraft.rollout import loop, sampling
+from trl_codraft.rollout import accept as sampling
+from trl_codraft.rollout import loop
 from trl_codraft.rollout.speculative import speculative_generate
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from trl_codraft.saved_draft import find_draft
+from trl_codraft.grpo.saved_draft import find_draft
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
@@ -30,7 +30,7 @@ def run(tmp_path_factory):
 def warnings_of_readers(monkeypatch):
     """What the trainer warns of while it reads checkpoints."""
     said = []
-    monkeypatch.setattr(logging.get_logger("trl_codraft.draft_checkpoints"), "warning", said.append)
+    monkeypatch.setattr(logging.get_logger("trl_codraft.grpo.draft_checkpoints"), "warning", said.append)
     return said
 
 

@@ -249,7 +249,7 @@ def test_pushed_draft_has_a_card_with_the_accept_length_on_held_out_prompts(tmp_
     api = MagicMock()
     api.upload_folder.side_effect = upload
     api.create_repo.return_value.repo_id = "me/draft"
-    monkeypatch.setattr("trl_codraft.export.HfApi", lambda *args, **kwargs: api)
+    monkeypatch.setattr("trl_codraft.serving.export.HfApi", lambda *args, **kwargs: api)
     data = {"eval_dataset": prompt_dataset(copies=1)}
     trainer = codraft_trainer(tmp_path, trainer=data, gradient_checkpointing=True)
     trainer.train()
@@ -340,7 +340,7 @@ def test_fresh_draft_is_not_written_before_it_has_weights(tmp_path):
 def test_draft_is_pushed_unscored_where_held_out_prompts_cannot_be_rolled_out(why, whole_run, monkeypatch):
     """The end of a long run must not fail on a number for the card."""
     pushed = []
-    monkeypatch.setattr("trl_codraft.draft_checkpoints.push_draft", lambda *args, **kwargs: pushed.append(kwargs))
+    monkeypatch.setattr("trl_codraft.grpo.draft_checkpoints.push_draft", lambda *args, **kwargs: pushed.append(kwargs))
     monkeypatch.setattr(whole_run, "eval_dataset", prompt_dataset(copies=1))
     if why == "environments":
         monkeypatch.setattr(whole_run, "environment_factories", {None: object})
@@ -377,8 +377,10 @@ HELD_OUT = {
 def test_card_is_measured_on_the_held_out_prompts_that_there_are(kind, whole_run, monkeypatch):
     dataset, count = HELD_OUT[kind]
     pushed, prompts = [], []
-    monkeypatch.setattr("trl_codraft.draft_checkpoints.push_draft", lambda *args, **kwargs: pushed.append(kwargs))
-    monkeypatch.setattr("trl_codraft.draft_checkpoints.score_draft", lambda *args, **kwargs: prompts.append(args[2]))
+    monkeypatch.setattr("trl_codraft.grpo.draft_checkpoints.push_draft", lambda *args, **kwargs: pushed.append(kwargs))
+    monkeypatch.setattr(
+        "trl_codraft.grpo.draft_checkpoints.score_draft", lambda *args, **kwargs: prompts.append(args[2])
+    )
     monkeypatch.setattr(whole_run, "eval_dataset", dataset())
     whole_run.push_draft_to_hub("me/draft")
     assert len(pushed) == 1

@@ -15,7 +15,7 @@ from grpo_runs import settings
 from trl import GRPOConfig, TrlParser
 
 from trl_codraft import CoDraftGRPOConfig
-from trl_codraft.context_group import not_sharded_by_accelerate
+from trl_codraft.grpo.join_context import not_sharded_by_accelerate
 
 
 # field -> (text on the command line, value in YAML, value after parsing)

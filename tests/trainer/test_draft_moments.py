@@ -20,7 +20,7 @@ def said(monkeypatch):
     """What the trainer says while it reads and writes checkpoints, by level."""
     texts = {"warning": [], "info": []}
     for level, heard in texts.items():
-        monkeypatch.setattr(logging.get_logger("trl_codraft.draft_checkpoints"), level, heard.append)
+        monkeypatch.setattr(logging.get_logger("trl_codraft.grpo.draft_checkpoints"), level, heard.append)
     return texts
 
 

@@ -11,7 +11,7 @@ from transformers import SchedulerType
 from trl import GRPOConfig, TrlParser
 
 from trl_codraft import CoDraftGRPOConfig
-from trl_codraft.training import DraftTrainingArguments
+from trl_codraft.training.draft_trainer import DraftTrainingArguments
 
 
 OWN_FIELDS = {spec.name for spec in fields(CoDraftGRPOConfig)} - {spec.name for spec in fields(GRPOConfig)}

@@ -13,8 +13,8 @@ from trainer.registry import language_models, tiny_model
 from transformers.utils import logging
 
 from trl_codraft import CoDraftGRPOConfig
-from trl_codraft.building import build_draft
-from trl_codraft.compatibility import refuse_balancing, refuse_policy
+from trl_codraft.grpo.building import build_draft
+from trl_codraft.grpo.support import refuse_balancing, refuse_policy
 from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.modeling.teacher import PolicyHead
 from trl_codraft.rollout.support import unsupported_reason

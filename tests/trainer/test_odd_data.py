@@ -10,7 +10,7 @@ from tiny import tiny_policy, tiny_tokenizer
 from torch import nn
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.pretraining import PolicyRollouts, count_tokens
+from trl_codraft.grpo.pretraining import PolicyRollouts, count_tokens
 
 
 def stream(num_rows):

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, ProcessorMixin, T5For
 from transformers.utils import logging as logging_utils
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
-from trl_codraft.building import build_draft
-from trl_codraft.compatibility import (
+from trl_codraft.grpo.building import build_draft
+from trl_codraft.grpo.support import (
     plain_rollout_reason,
     refuse_cuda_graphs_elsewhere,
     refuse_unsupported,

@@ -6,8 +6,8 @@ from datasets import Dataset
 from grpo_runs import PROMPTS, codraft_trainer, prompt_dataset
 from tiny import tiny_tokenizer
 
-from trl_codraft import pretraining
-from trl_codraft.pretraining import PolicyRollouts
+from trl_codraft.grpo import pretraining
+from trl_codraft.grpo.pretraining import PolicyRollouts
 
 
 ENV_TOKENS = [20, 21, 22]

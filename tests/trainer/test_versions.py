@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import trl_codraft
-from trl_codraft import vllm_versions
+from trl_codraft.vllm import versions as vllm_versions
 
 
 @pytest.fixture

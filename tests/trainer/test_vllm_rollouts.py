@@ -13,11 +13,11 @@ from transformers.utils import logging as logging_utils
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_codraft import vllm_rollouts
-from trl_codraft.compatibility import warn_about_collapse, warn_about_metrics
+from trl_codraft.grpo.support import warn_about_collapse, warn_about_metrics
 from trl_codraft.rollout.stats import SpeculativeStats
-from trl_codraft.vllm_refit import refuse_shared_weights, write_engine_draft
-from trl_codraft.vllm_rollouts import DraftVLLMGeneration
+from trl_codraft.vllm import generation as vllm_rollouts
+from trl_codraft.vllm.generation import DraftVLLMGeneration
+from trl_codraft.vllm.refit import refuse_shared_weights, write_engine_draft
 
 
 @pytest.fixture(autouse=True)

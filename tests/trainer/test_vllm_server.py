@@ -17,9 +17,9 @@ from grpo_runs import codraft_trainer
 from trl.generation import vllm_client, vllm_generation
 
 from trl_codraft.rollout.stats import SpeculativeStats
-from trl_codraft.vllm_counters import stats_from_text
-from trl_codraft.vllm_refit import run_while_alive
-from trl_codraft.vllm_rollouts import DraftVLLMGeneration
+from trl_codraft.vllm.counters import stats_from_text
+from trl_codraft.vllm.generation import DraftVLLMGeneration
+from trl_codraft.vllm.refit import run_while_alive
 
 
 CAN_UPDATE = {"paths": ["/start_draft_weight_update"]}
@@ -71,7 +71,7 @@ def transfer(monkeypatch):
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)
     # What a GPU would be: the CPU's refusal is about a colocated engine.
-    monkeypatch.setattr("trl_codraft.vllm_rollouts.CPU_SAMPLES_WRONGLY", False)
+    monkeypatch.setattr("trl_codraft.vllm.generation.CPU_SAMPLES_WRONGLY", False)
     return kind
 
 

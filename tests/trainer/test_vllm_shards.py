@@ -10,7 +10,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trl_codraft.vllm_refit import reshard
+from trl_codraft.vllm.refit import reshard
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_codraft.export import export_draft
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
+from trl_codraft.serving.export import export_draft
 
 
 GOLDEN = Path(__file__).parent / "golden"

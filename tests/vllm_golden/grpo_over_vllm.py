@@ -13,7 +13,8 @@ from grpo_runs import codraft_trainer
 from tiny import tiny_policy, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from trl_codraft import score_draft, vllm_rollouts
+from trl_codraft import score_draft
+from trl_codraft.vllm import generation as vllm_rollouts
 
 
 DRAFT_VOCAB_SIZE = 96

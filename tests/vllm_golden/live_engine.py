@@ -29,8 +29,8 @@ from trl.generation import vllm_generation
 from vllm import LLM, SamplingParams
 
 from trl_codraft import score_draft
-from trl_codraft.vllm_counters import stats_from_metrics
-from trl_codraft.vllm_refit import refit_tensors, refuse_shared_weights, write_engine_draft
+from trl_codraft.vllm.counters import stats_from_metrics
+from trl_codraft.vllm.refit import refit_tensors, refuse_shared_weights, write_engine_draft
 
 
 EAGER = {"enforce_eager": True, "dtype": "float32"}

@@ -26,12 +26,12 @@ from golden_models import MAX_NEW_TOKENS, PROMPTS
 from grpo_over_vllm import DRAFT_VOCAB_SIZE, build_trainer, ours, report, save, write_start
 from trl.generation.vllm_client import VLLMClient
 
-from trl_codraft.export import export_draft
+from trl_codraft.serving.export import export_draft
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.teacher import PolicyHead
 from trl_codraft.rollout.stats import SpeculativeStats
-from trl_codraft.vllm_counters import stats_from_text
+from trl_codraft.vllm.counters import stats_from_text
 
 
 NUM_DRAFT_TOKENS = 3

@@ -23,9 +23,9 @@ from golden_models import (
 )
 from own_proposals import agreement
 
-from trl_codraft.export import score_draft
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.rollout.speculative import speculative_generate
+from trl_codraft.serving.export import score_draft
 
 
 RECORD = json.loads((GOLDEN / "proposals.json").read_text())

@@ -5,8 +5,8 @@ from golden_models import PROMPTS
 from own_proposals import agreement
 from transformers import AutoModelForCausalLM
 
-from trl_codraft.export import score_draft, validate_draft
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
+from trl_codraft.serving.export import score_draft, validate_draft
 
 
 @pytest.mark.vllm

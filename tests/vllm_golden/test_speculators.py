@@ -9,10 +9,10 @@ import torch
 from golden_models import CASES, build_draft, build_policy
 from safetensors.torch import load_file, save_file
 
-from trl_codraft.export import export_draft
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import PackedLayout
 from trl_codraft.modeling.taps import TapRecorder
+from trl_codraft.serving.export import export_draft
 
 
 NUM_PASSES = 3

@@ -8,11 +8,11 @@ several draft tokens in a row, and stores it beside the golden file (bf16, about
 import torch
 from golden_models import CASES, GOLDEN, MAX_NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPTS, build_policy
 
-from trl_codraft.export import export_draft
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import PackedLayout
 from trl_codraft.modeling.taps import TapRecorder
+from trl_codraft.serving.export import export_draft
 
 
 STEPS = 150

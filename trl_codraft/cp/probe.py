@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ..modeling.taps import decoder_of
 from .layout import ContextLayout
-from .model import RoutedPolicy
 from .planner import Segment
+from .routing import RoutedPolicy
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

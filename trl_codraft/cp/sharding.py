@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ..group.members import ShardScores
 from .experts import router_logits_of, shared_load_balancing_loss
 from .layout import ContextLayout
-from .model import RoutedPolicy
 from .planner import Segment, plan_document, plan_hybrid
+from .routing import RoutedPolicy
 
 
 IGNORED = -100

@@ -2,7 +2,7 @@
 Losses computed by groups of ranks: every rank generates and scores its own rows, as in plain data parallelism; a
 group computes the losses together, member by member, each member's microbatch split over the group.
 
-Knows nothing of TRL: a trainer passes callables in (see `grouped_loss.py`).
+Knows nothing of TRL: a trainer passes callables in (see `grpo/grouped_losses.py`).
 """
 
 from .exchange import LossGroup, new_loss_group, parallel_mesh, require_same, warn_if_groups_cross_nodes

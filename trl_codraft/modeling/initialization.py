@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .draft_layers import DraftLinear, DraftRMSNorm
+from .layers import DraftLinear, DraftRMSNorm
 from .taps import decoder_of
 from .teacher import PolicyHead
 

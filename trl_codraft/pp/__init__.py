@@ -5,7 +5,11 @@ Knows nothing of TRL. Process groups and devices are arguments.
 """
 
 from .balance import balance_layers, draft_cost_of, fastest_layers, head_cost_of, step_time
-from .checkpoint import (
+from .memory import PipelineMemory, PlanUnavailable, RankMemory, bubble_share, draft_memory, plan_memory
+from .order import Action, required_slots, schedule_order
+from .pipeline import Microbatch, Pipeline
+from .rows import Rows, pad_microbatches
+from .stages.checkpoint import (
     has_stage_files,
     load_optimizer,
     load_whole_optimizer,
@@ -13,21 +17,11 @@ from .checkpoint import (
     save_optimizer,
     save_policy,
 )
-from .cuda import CudaTransport
-from .gloo import GlooTransport
-from .gradients import average_gradients, clip_grad_norm, reduce_gradients
-from .message import TapChannelError, TapMismatch, TapTimeout
-from .opening import open_channel
-from .order import Action, required_slots, schedule_order
-from .part import WholeStream, align_parts, load_part, send_embedding
-from .plan import Tap, TapPlan
-from .planner import PipelineMemory, PlanUnavailable, RankMemory, bubble_share, draft_memory, plan_memory
-from .replica import PolicyReplica
-from .rows import Rows, pad_microbatches
-from .schedule import Microbatch, Pipeline
-from .shared_memory import SharedMemoryTransport
-from .shared_optimizer import SharedOptimizer, shard_optimizer
-from .split import (
+from .stages.gradients import average_gradients, clip_grad_norm, reduce_gradients
+from .stages.loading import WholeStream, align_parts, load_part, send_embedding
+from .stages.replica import PolicyReplica
+from .stages.shared_optimizer import SharedOptimizer, shard_optimizer
+from .stages.split import (
     PolicyStage,
     keep_stages,
     require_split,
@@ -36,9 +30,15 @@ from .split import (
     two_layer_copy,
     verify_split,
 )
-from .tap_channel import TapChannel
-from .transport import TransportUnavailable
-from .view import Shard, StageContext, StageView
+from .stages.view import Shard, StageContext, StageView
+from .taps.channel import TapChannel
+from .taps.cuda import CudaTransport
+from .taps.gloo import GlooTransport
+from .taps.message import TapChannelError, TapMismatch, TapTimeout
+from .taps.opening import open_channel
+from .taps.plan import Tap, TapPlan
+from .taps.shared_memory import SharedMemoryTransport
+from .taps.transport import TransportUnavailable
 
 
 __all__ = [

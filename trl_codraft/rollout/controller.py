@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from .acceptance import AcceptanceRecord
+from .acceptance_rates import AcceptanceRecord
 from .stats import MAX_DRAFT_TOKENS
 
 
@@ -176,7 +176,7 @@ class DraftLengthController:
             Seconds, as the loop measures its rounds.
 
     Attributes:
-        acceptance ([`~rollout.acceptance.AcceptanceRecord`]): acceptance by position.
+        acceptance ([`~rollout.acceptance_rates.AcceptanceRecord`]): acceptance by position.
         report ([`SpeedReport`]): predicted and measured speed since it was last replaced.
     """
 

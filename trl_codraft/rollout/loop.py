@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..cp.rotary import follows_length
 from ..modeling.taps import TapRecorder
-from . import sampling
+from . import accept as sampling
 from .cache import PolicyMasks, compaction_order
 from .controller import DraftLengthController, FixedDraftLength, Round
 from .criteria import PositionwiseCriteria

@@ -28,9 +28,9 @@ from trl.rewards import (
 from trl.scripts.grpo import GRPOScriptArguments
 
 from ..config import CoDraftGRPOConfig
-from ..config_file import ConfigFileOption, option_value, read_config_file
-from ..export import check_repo_id
+from ..serving.export import check_repo_id
 from ..trainer import CoDraftGRPOTrainer
+from .config_file import ConfigFileOption, option_value, read_config_file
 
 
 REWARD_FUNCS = {

@@ -1,0 +1,152 @@
+"""From the trainer's configuration to a draft model and what trains it."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..config import TRAINING_SETTINGS, CoDraftGRPOConfig
+from ..modeling.configuration_eagle3 import Eagle3DraftConfig
+from ..modeling.disk.tensors import check_fits_policy, read_draft_config
+from ..modeling.modeling_eagle3 import Eagle3DraftModel
+from ..modeling.taps import decoder_of
+from ..training.draft_trainer import DraftTrainer, DraftTrainingArguments
+
+
+if TYPE_CHECKING:
+    from ..trainer import CoDraftGRPOTrainer
+
+
+logger = logging.get_logger(__name__)
+
+# What a run asks of a fresh draft, by field of its configuration.
+SHAPE_SETTINGS = {
+    "tap_layers": "draft_tap_layers",
+    "num_hidden_layers": "draft_num_hidden_layers",
+    "draft_vocab_size": "draft_vocab_size",
+    "fc_norm": "draft_fc_norm",
+    "norm_output": "draft_norm_output",
+}
+
+
+def build_draft(
+    args: CoDraftGRPOConfig, policy: PreTrainedModel, source: str | Eagle3DraftModel | None
+) -> Eagle3DraftModel:
+    """
+    The draft that a run starts with, with fp32 weights.
+
+    Args:
+        args ([`CoDraftGRPOConfig`]):
+            Shape of a fresh draft.
+        policy ([`~transformers.PreTrainedModel`]):
+            The causal language model it drafts for.
+        source (`str` or [`Eagle3DraftModel`] or `None`):
+            Checkpoint or model to start from. `None` builds a fresh draft, whose weights are set when training begins.
+
+    Returns:
+        [`Eagle3DraftModel`]
+
+    Raises:
+        ValueError: if the draft does not fit the policy.
+    """
+    if isinstance(source, str):
+        draft = Eagle3DraftModel.from_pretrained(source, policy=policy)
+    elif source is not None:
+        draft = source
+        check_fits_policy(draft, policy)
+    else:
+        draft = Eagle3DraftModel(fresh_config(args, policy))
+        warn_about_whole_vocabulary(args, draft)
+    if source is not None:
+        warn_about_ignored_settings(args, draft.config)
+    draft = draft.to(torch.float32)
+    # Ranks that share the optimizer's state cut weights where they lie.
+    for parameter in draft.parameters():
+        parameter.data = parameter.data.contiguous()
+    draft.compute_dtype = compute_dtype(args, policy)
+    return draft
+
+
+def config_of_draft(
+    args: CoDraftGRPOConfig, policy: PreTrainedModel, source: str | Eagle3DraftModel | None
+) -> Eagle3DraftConfig:
+    """The configuration of what [`build_draft`] builds of the same arguments."""
+    if isinstance(source, str):
+        return read_draft_config(source, policy.config.get_text_config())
+    return fresh_config(args, policy) if source is None else source.config
+
+
+def fresh_config(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> Eagle3DraftConfig:
+    """The configuration of a fresh draft; what it refuses is named as the run's settings are."""
+    shape = {field: getattr(args, setting) for field, setting in SHAPE_SETTINGS.items()}
+    shape = {field: value for field, value in shape.items() if value is not None}
+    # Some families count attentions, of which a layer may have two.
+    shape["num_policy_layers"] = len(decoder_of(policy).layers)
+    try:
+        return Eagle3DraftConfig.from_policy(policy.config, **shape)
+    except ValueError as error:
+        message = str(error)
+        for field, setting in SHAPE_SETTINGS.items():
+            message = message.replace(f"`{field}`", f"`{setting}`")
+        raise ValueError(message) from error
+
+
+def warn_about_ignored_settings(args: CoDraftGRPOConfig, config: Eagle3DraftConfig) -> None:
+    """Warns about settings of a fresh draft's shape that a loaded draft does not follow."""
+    defaults = {spec.name: spec.default for spec in fields(args)}
+    for field, setting in SHAPE_SETTINGS.items():
+        asked, has = getattr(args, setting), getattr(config, field)
+        if asked != defaults[setting] and asked != has:
+            logger.warning(
+                f"`{setting}={asked}` is for fresh drafts: the loaded draft keeps its `{field}={has}`. Drop the setting, "
+                "or start from a draft of that shape."
+            )
+
+
+def warn_about_whole_vocabulary(args: CoDraftGRPOConfig, draft: Eagle3DraftModel) -> None:
+    """Warns if the head of a fresh draft is most of it, and nobody asked for that."""
+    head = draft.lm_head.weight.numel() / sum(parameter.numel() for parameter in draft.parameters())
+    if args.draft_vocab_size is None and head > 0.5 and args.process_index == 0:
+        size = draft.config.vocab_size
+        logger.warning(
+            f"The draft's head over all {size} tokens has {head:.0%} of its weights, and most of what drafting and training "
+            "it costs. Set `draft_vocab_size` (4096 to 32000) for a head over the most frequent tokens, which "
+            f"`draft/vocab_coverage` watches, or `draft_vocab_size={size}` to keep it as it is."
+        )
+
+
+def compute_dtype(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> torch.dtype:
+    """The policy's compute dtype; fp32 where that is fp16, because the draft has no gradient scaler of its own."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float32 if args.fp16 or policy.dtype == torch.float16 else policy.dtype
+
+
+def head_dtype(args: CoDraftGRPOConfig) -> torch.dtype | None:
+    """Dtype in which TRL's loss multiplies with the policy's head: autocast's, else that of the weight (`None`)."""
+    if args.cast_lm_head_to_fp32:
+        return torch.float32
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+def draft_training_arguments(args: CoDraftGRPOConfig, rollout_temperature: float) -> DraftTrainingArguments:
+    """The part of the configuration that the draft's own training reads."""
+    settings = {field: getattr(args, setting) for field, setting in TRAINING_SETTINGS.items()}
+    settings = {field: value for field, value in settings.items() if value is not None}
+    return DraftTrainingArguments(**settings, rollout_temperature=rollout_temperature)
+
+
+def build_draft_trainer(trainer: "CoDraftGRPOTrainer") -> DraftTrainer:
+    """What trains a trainer's draft, pretraining included. The draft's weights are there and equal on all ranks."""
+    args = trainer.args
+    return DraftTrainer(
+        trainer.draft_model,
+        trainer.policy_head,
+        draft_training_arguments(args, rollout_temperature=trainer.temperature),
+        reduce_sum=trainer._sum_over_ranks,
+        num_training_steps=args.draft_pretrain_steps + trainer.state.max_steps,
+        sharers=dist.group.WORLD if args.draft_shard_optimizer and args.world_size > 1 else None,
+    )
