@@ -141,7 +141,7 @@ class KeepsBatches(CoDraftGRPOTrainer):
     last_batches: list = []
 
     def _train_draft(self):
-        self.last_batches = list(self._draft_batches)
+        self.last_batches = list(self.learner._kept)
         super()._train_draft()
 
 
@@ -221,7 +221,7 @@ def measured_multiply_adds(trainer: KeepsBatches) -> float:
 
 def formula_multiply_adds(trainer: KeepsBatches) -> dict[str, float]:
     """Of the draft on the same microbatch, by the formula above."""
-    config, head = trainer.draft_model.config, trainer.policy_head
+    config, head = trainer.draft_model.config, trainer.learner.head
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     width = config.head_dim
     per_row = (

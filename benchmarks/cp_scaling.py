@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 
-from trl_codraft.cp import ContextLayout, gather_trunk, ring_attention
+from trl_codraft.cp import ContextLayout, ring_attention
+from trl_codraft.cp.attention import gather_trunk
 
 
 ARMS = ("ring", "gather_once", "gather")

@@ -30,13 +30,11 @@ from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import pack_rows
 from trl_codraft.modeling.teacher import PolicyHead
-from trl_codraft.pp import TapChannel
+from trl_codraft.pp import GlooTransport, Tap, TapChannel, TapPlan
 from trl_codraft.pp import pipeline as pp_schedule
 from trl_codraft.pp.order import Action, action_ends, schedule_order
 from trl_codraft.pp.pipeline import Pipeline
 from trl_codraft.pp.stages.split import split_policy
-from trl_codraft.pp.taps.plan import Tap, TapPlan
-from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
 from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
@@ -102,7 +100,7 @@ def build(args, rank):
     taps.append(Tap(num_layers + 1, args.ranks - 1, args.hidden, torch.float32))
     plan = TapPlan(tuple(taps), tuple(range(args.ranks)), args.microbatches)
     channel_group, group = (dist.new_group(list(range(args.ranks)), backend="gloo") for _ in range(2))
-    channel = TapChannel(plan, rank, SharedMemoryTransport(channel_group), timeout=60.0)
+    channel = TapChannel(plan, rank, GlooTransport(channel_group), timeout=60.0)
     if stage.is_last:
         channel.hook(num_layers + 1, policy.model.norm, output=True)
     settings = {"hidden_size": args.hidden, "dtype": torch.float32, "device": torch.device("cpu")}

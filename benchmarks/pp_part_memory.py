@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from trl_codraft.pp.balance import balance_layers
-from trl_codraft.pp.stages.loading import load_part
 from trl_codraft.pp.stages.split import keep_stages
+from trl_codraft.pp.stages.weights import load_stage_weights
 
 
 def resident(kind: str) -> int:
@@ -41,7 +41,7 @@ def load(folder: Path, num_stages: int, stage: int | None) -> tuple[int, int]:
         policy = LlamaForCausalLM.from_pretrained(folder)
     else:
         layers = balance_layers(config.num_hidden_layers, num_stages)
-        policy = load_part(LlamaForCausalLM, str(folder), lambda whole: keep_stages(whole, layers, (stage,)))
+        policy = load_stage_weights(LlamaForCausalLM, str(folder), lambda whole: keep_stages(whole, layers, (stage,)))
     for parameter in policy.parameters():
         parameter.detach().sum()
     rise = resident("VmHWM") - before

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.grpo.stage_weights import layers_of_stages
-from trl_codraft.pp.memory import PipelineMemory, draft_memory, plan_memory
+from trl_codraft.pp.memory import Holdings, PipelineMemory, draft_memory, plan_memory
+from trl_codraft.pp.shape import PipelineShape
 
 
 SHAPE = {
@@ -35,7 +36,7 @@ SHAPE = {
 }
 
 
-def bytes_of_parts(policy, layers: tuple[int, ...]) -> list[tuple[int, int]]:
+def bytes_of_stages(policy, layers: tuple[int, ...]) -> list[tuple[int, int]]:
     """By rank, the bytes of its stage and of what is trained of it."""
     base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     stages, end = [], 0
@@ -74,25 +75,23 @@ def main() -> None:
             policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             layers = layers_of_stages(settings(pipeline_parallel_size=case.ranks), policy)
             adapted = get_peft_model(policy, LoraConfig(r=16, target_modules="all-linear")) if case.lora else policy
-        plan_with = partial(
-            plan_memory,
-            policy,
-            layers,
-            num_ranks=case.ranks,
-            num_microbatches=args.micro_steps * case.ranks,
-            rows=1,
-            columns=args.columns,
-            tap_layers=draft.config.tap_layers,
-            gradient_checkpointing=True,
-            state_sharers=args.gpus // case.ranks,
-            draft_everywhere=True,
-            replica=False,
-            parts=bytes_of_parts(adapted, layers),
-        )
-        plan = plan_with(draft_bytes=draft_memory(draft))
+        shape = PipelineShape(layers, case.ranks, args.micro_steps * case.ranks)
+
+        def plan_with(draft_bytes, policy=policy, shape=shape, sharers=args.gpus // case.ranks, adapted=adapted):
+            holdings = Holdings(
+                state_sharers=sharers,
+                draft_bytes=draft_bytes,
+                draft_everywhere=True,
+                replica=False,
+                stage_weights=bytes_of_stages(adapted, shape.layers),
+            )
+            sizes = {"rows": 1, "columns": args.columns, "tap_layers": draft.config.tap_layers}
+            return plan_memory(policy, shape, gradient_checkpointing=True, holdings=holdings, **sizes)
+
+        plan = plan_with(draft_memory(draft))
         print(f"\n{case.name}, layers {list(layers)}: {verdict(plan, args.memory)}")
         print(plan.table())
-        shared = plan_with(draft_bytes=draft_memory(draft, sharers=args.gpus))
+        shared = plan_with(draft_memory(draft, sharers=args.gpus))
         print(f"draft_shard_optimizer: draft {shared.ranks[0].draft / 2**30:.2f}; {verdict(shared, args.memory)}")
 
 

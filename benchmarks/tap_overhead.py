@@ -1,10 +1,12 @@
 """
-What the tap channel costs a pipeline, against no taps at all, against taps that ride on the activations from stage to stage,
-and against sends that are waited for before the next forward. All arms run in turn on the same stages in the same processes.
+What the tap channel costs a pipeline, against no taps at all, against taps that ride on the activations from stage to
+stage, and against sends that are waited for before the next forward. All arms run in turn on the same stages in the
+same processes.
 
-First, the taps of every microbatch are checked to be equal in all arms. Then, per rank and step: CPU time of packing and
-copying, time blocked, bytes sent. Fails if one of the first two exceeds 1% of the step's CPU time in an arm of the channel, or
-if the bytes are not `B * S * H * taps * itemsize` per microbatch. Wall times are printed, not judged: the processes share cores.
+First, the taps of every microbatch are checked to be equal in all arms. Then, per rank and step: CPU time of packing
+and copying, time blocked, bytes sent. Fails if one of the first two exceeds 1% of the step's CPU time over the
+channel, or if the bytes are not `B * S * H * taps * itemsize` per microbatch. Wall times are printed, not judged: the
+processes share cores.
 
     python benchmarks/tap_overhead.py --ranks 3
 """
@@ -24,17 +26,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_codraft.pp import TapChannel
+from trl_codraft.pp import GlooTransport, TapChannel, TapPlan
 from trl_codraft.pp import pipeline as pp_schedule
 from trl_codraft.pp.pipeline import Pipeline
+from trl_codraft.pp.shape import PipelineShape
 from trl_codraft.pp.stages.split import split_policy
-from trl_codraft.pp.taps.gloo import GlooTransport
-from trl_codraft.pp.taps.plan import TapPlan
-from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
-from trl_codraft.pp.taps.transport import HostCopies
 
 
-ARMS = ("off", "shared memory", "gloo", "relay", "blocking")
+ARMS = ("off", "gloo", "relay", "blocking")
 LIMIT = 0.01  # of the step's CPU time
 
 
@@ -84,22 +83,21 @@ class BlockingChannel(TapChannel):
         super().__init__(plan, stage, _Unconnected(group), timeout=60.0)
         self.group, self.pending = group, deque()
 
-    def _space_for(self, scope):
+    def _space_for(self, forward, rows):
         self._timed(self.wait_pending)
-        rows = self._shapes[scope.microbatch]
-        if scope.stage == self.plan.sink:
-            return super()._space_for(scope)
-        self.buffer = torch.empty(self.plan.message_bytes(scope.stage, rows), dtype=torch.uint8)
-        return self.plan.views(scope.stage, rows, self.buffer)
+        if forward.stage == self.plan.sink:
+            return super()._space_for(forward, rows)
+        self.buffer = torch.empty(self.plan.message_bytes(forward.stage, rows), dtype=torch.uint8)
+        return self.plan.views(forward.stage, rows, self.buffer)
 
     def wait_pending(self):
         while self.pending:
             self.pending.popleft().wait()
 
-    def _finish(self, scope):
-        stage, rows = scope.stage, self._shapes[scope.microbatch]
-        self._captured.add((stage, scope.microbatch))
-        if stage in self._sequence and scope.seen:
+    def _finish(self, step, forward):
+        stage, rows = forward.stage, step.shapes[forward.microbatch]
+        step.captured.add((stage, forward.microbatch))
+        if stage in self._sequence and forward.seen:
             sink = self.plan.lanes[0].sink
             self.pending.append(dist.isend(self.buffer, group=self.group, group_dst=sink, tag=stage))
             self.bytes_sent += sum(tap.num_bytes(rows) for tap in self.plan.taps_of(stage))
@@ -107,19 +105,21 @@ class BlockingChannel(TapChannel):
             for lane in self.plan.lanes:
                 message = torch.empty(self.plan.message_bytes(lane.stage, rows), dtype=torch.uint8)
                 self._timed(self.receive, message, lane)
-                self._queue.setdefault(scope.microbatch, {}).update(self.plan.views(lane.stage, rows, message))
-            self._drained += 1
+                self._queue.setdefault(forward.microbatch, {}).update(self.plan.views(lane.stage, rows, message))
+            step.drained += 1
 
     def receive(self, message, lane):
         dist.recv(message, group=self.group, group_src=lane.source, tag=lane.stage)
 
     def end_step(self):
         self._timed(self.wait_pending)
-        self._active = False
+        self._step = None
 
 
-class _Unconnected(HostCopies):
+class _Unconnected:
     """Stands for a transport where none is used."""
+
+    device = torch.device("cpu")
 
     def __init__(self, group):
         self.rank = dist.get_rank(group)
@@ -201,9 +201,8 @@ def build(args, rank):
     stage = split_policy(LlamaForCausalLM(config).train(), per_stage, rank, score)
     # One in each stage: the input of its second layer, or of its only one.
     taps = [sum(per_stage[:number]) + (per_stage[0] > 1) for number in range(args.ranks)]
-    plan = TapPlan.for_layers(
-        taps, per_stage, args.hidden, torch.float32, num_ranks=args.ranks, num_microbatches=args.microbatches
-    )
+    shape = PipelineShape(per_stage, args.ranks, args.microbatches)
+    plan = TapPlan.for_layers(taps, shape, args.hidden, torch.float32)
     ranks = list(range(args.ranks))
     settings = {"hidden_size": args.hidden, "dtype": torch.float32, "device": torch.device("cpu")}
     pipelines = {}
@@ -214,9 +213,8 @@ def build(args, rank):
             pipelines[arm].plan = plan
             continue
         channel = None
-        if arm in ("shared memory", "gloo"):
-            transport = (SharedMemoryTransport if arm == "shared memory" else GlooTransport)(groups[1])
-            channel = TapChannel(plan, rank, transport, timeout=60.0)
+        if arm == "gloo":
+            channel = TapChannel(plan, rank, GlooTransport(groups[1]), timeout=60.0)
         elif arm == "blocking":
             channel = BlockingChannel(plan, rank, groups[1])
         pipelines[arm] = Pipeline([stage], groups[0], channel=channel, **settings)
@@ -263,7 +261,7 @@ def measure(rank, args, folder):
     taps = {arm: run_step(pipelines[arm], arm, inputs) for arm in ARMS}
     if pipelines["off"].has_last:
         for arm in ARMS[2:]:
-            for got, expected in zip(taps[arm], taps["shared memory"], strict=True):
+            for got, expected in zip(taps[arm], taps["gloo"], strict=True):
                 assert len(got) == args.ranks
                 assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), arm
     records = {arm: [] for arm in ARMS}
@@ -302,7 +300,7 @@ def report(args, results):
             )
             if sent != formula:
                 wrong.append(f"rank {rank}, {arm}: {sent} bytes sent, {formula} by the formula")
-            if arm in ("shared memory", "gloo"):
+            if arm == "gloo":
                 for name, seconds in (("packing and copying", taps_cpu), ("blocked", blocked)):
                     if seconds > LIMIT * step_cpu:
                         wrong.append(
@@ -319,7 +317,7 @@ def report(args, results):
         + ", ".join(f"{arm} {walls[arm] / walls['off']:.2f}" for arm in ARMS[1:])
     )
     relayed = sum(records["relay"][-1][5] - records["off"][-1][5] for records in results)
-    direct = sum(records["shared memory"][-1][4] for records in results)
+    direct = sum(records["gloo"][-1][4] for records in results)
     print(
         f"bytes of taps per step: {direct / 1e6:.2f} MB by the channel, {relayed / 1e6:.2f} MB on activations and gradients"
     )

@@ -1,7 +1,8 @@
 """
-Endurance of the tap channel: many steps with ranks that sleep at random, shapes and numbers of microbatches that change,
-evaluations in between, over both transports and several schedules. Every tap of every microbatch is compared with its known
-value; resident memory and open files must not grow. Ends with a non-zero code, or not at all, if something is wrong.
+Endurance of the tap channel: many steps with ranks that sleep at random, shapes and numbers of microbatches that
+change, evaluations in between, over gloo and several schedules. Every tap of every microbatch is compared with its
+known value; resident memory and open files must not grow. Ends with a non-zero code, or not at all, if something is
+wrong.
 
     python benchmarks/tap_soak.py --steps 2000
 """
@@ -21,14 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trl_codraft.pp import TapChannel
+from trl_codraft.pp import GlooTransport, Tap, TapChannel, TapPlan
 from trl_codraft.pp.order import schedule_order
-from trl_codraft.pp.taps.gloo import GlooTransport
-from trl_codraft.pp.taps.plan import Tap, TapPlan
-from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
 
 
-TRANSPORTS = {"shared memory": SharedMemoryTransport, "gloo": GlooTransport}
 # Ranks, stages, schedule, microbatches.
 PIPELINES = [(2, 2, "1F1B", 6), (3, 3, "GPipe", 4), (2, 4, "Interleaved1F1B", 4), (4, 4, "1F1B", 8)]
 # Resident memory that a rank may grow by after the first tenth of the steps, and steps that this counts from on.
@@ -62,7 +59,7 @@ def forwards(channel, order, rank, step, shapes, sleep):
                 channel.capture(tap.layer, tap_value(tap, step, action.microbatch, shapes[action.microbatch]))
 
 
-def soak(rank, transport, pipeline, steps, folder):
+def soak(rank, pipeline, steps, folder):
     """What one rank does."""
     num_ranks, num_stages, schedule, num_microbatches = pipeline
     torch.set_num_threads(1)
@@ -71,7 +68,7 @@ def soak(rank, transport, pipeline, steps, folder):
     group = dist.new_group(list(range(num_ranks)), backend="gloo", timeout=timedelta(seconds=60))
     plan = pipeline_plan(*pipeline)
     stages = [stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank]
-    channel = TapChannel(plan, stages, TRANSPORTS[transport](group), timeout=30.0)
+    channel = TapChannel(plan, stages, GlooTransport(group), timeout=30.0)
     common, own = random.Random(0), random.Random(rank)
     settled = None
     for step in range(steps):
@@ -110,38 +107,20 @@ def open_files():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="steps of every pipeline and transport")
+    parser.add_argument("--steps", type=int, default=200, help="steps of every pipeline")
     args = parser.parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {args.steps} steps each")
     for pipeline in PIPELINES:
-        with tempfile.TemporaryDirectory() as folder:
-            run_transports(pipeline, args.steps, Path(folder))
-
-
-def run_transports(pipeline, steps, folder):
-    """Soaks a pipeline over all transports side by side."""
-    start, running = time.perf_counter(), {}
-    for transport in TRANSPORTS:
-        (folder / transport).mkdir()
-        running[transport] = mp.start_processes(
-            soak,
-            (transport, pipeline, steps, folder / transport),
-            nprocs=pipeline[0],
-            join=False,
-            daemon=True,
-            start_method="fork",
-        )
-    for transport, processes in running.items():
-        while not processes.join():
-            pass
-        results = [torch.load(folder / transport / f"{rank}.pt") for rank in range(pipeline[0])]
-        grown, sent = max(result[0] for result in results), sum(result[1] for result in results)
-        print(
-            f"{transport:14} {pipeline[0]} ranks, {pipeline[1]} stages, {pipeline[2]}: every tap right, "
-            f"{sent / 2**20:.1f} MiB sent, resident memory {grown / 2**20:+.1f} MiB, "
-            f"{time.perf_counter() - start:.0f} s",
-            flush=True,
-        )
+        with tempfile.TemporaryDirectory() as name:
+            start, folder = time.perf_counter(), Path(name)
+            mp.start_processes(soak, (pipeline, args.steps, folder), nprocs=pipeline[0], start_method="fork")
+            results = [torch.load(folder / f"{rank}.pt") for rank in range(pipeline[0])]
+            grown, sent = max(result[0] for result in results), sum(result[1] for result in results)
+            print(
+                f"{pipeline[0]} ranks, {pipeline[1]} stages, {pipeline[2]}: every tap right, "
+                f"{sent / 2**20:.1f} MiB sent, resident memory {grown / 2**20:+.1f} MiB, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

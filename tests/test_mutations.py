@@ -1,24 +1,21 @@
 """
 Breaks the code on purpose and asserts that a named check notices: evidence that the checks can fail.
 
-A mutation replaces one piece of a function's source. It must occur exactly once, so a mutation that no longer applies
-fails too.
+`mutations.py` replaces one piece of a function's source.
 """
-
-import inspect
-import textwrap
 
 import pytest
 import test_training
 import torch
 from modeling import test_draft_model, test_losses, test_packing, test_taps
+from mutations import rewritten
 from peft.tuners.tuners_utils import BaseTunerLayer
 from rollout import test_speculative_sampling as sampled
 from trainer import test_trained_tokens
 
+from trl_codraft.grpo.learner import DraftLearner
 from trl_codraft.modeling import losses, modeling_eagle3, packing, taps
 from trl_codraft.rollout import accept as sampling
-from trl_codraft.trainer import CoDraftGRPOTrainer
 from trl_codraft.training.draft_trainer import DraftTrainer
 
 
@@ -27,25 +24,9 @@ def mutate(monkeypatch):
     """`mutate(owner, name, old, new)` replaces `old` by `new` in `owner.name`, and in modules that imported it."""
 
     def apply(owner, name, old, new, also=()):
-        attribute = inspect.getattr_static(owner, name)
-        function = attribute
-        wrap = lambda rebuilt: rebuilt  # noqa: E731
-        if isinstance(attribute, (classmethod, staticmethod)):
-            function, wrap = attribute.__func__, type(attribute)
-        elif isinstance(attribute, property):
-            function, wrap = attribute.fget, property
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}"
-        source = source.replace(old, new)
-        if isinstance(attribute, (classmethod, staticmethod, property)):
-            source = source[source.index("def ") :]
-        scope = dict(function.__globals__)
-        # A method that calls `super()` without arguments needs the class cell that only a class body provides.
-        source = source.replace("super()", f"super({owner.__name__}, self)")
-        scope[owner.__name__] = owner
-        exec(compile(source, f"<mutated {name}>", "exec"), scope)
+        broken = rewritten(owner, name, old, new)
         for holder in (owner, *also):
-            monkeypatch.setattr(holder, name, wrap(scope[function.__name__]))
+            monkeypatch.setattr(holder, name, broken)
 
     return apply
 
@@ -124,7 +105,7 @@ def test_pads_inside_a_document(mutate):
 
 def test_tool_tokens_trained(mutate, tmp_path):
     mutate(
-        CoDraftGRPOTrainer, "_keep_for_draft",
+        DraftLearner, "pack",
         'completion_mask * rows["tool_mask"] if "tool_mask" in rows else completion_mask', "completion_mask",
     )  # fmt: skip
     check = test_trained_tokens.test_completion_tokens_of_the_policy_are_trained_and_tool_tokens_are_context

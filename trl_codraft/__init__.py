@@ -1,17 +1,12 @@
 """GRPO with a speculative-decoding draft trained inside the GRPO step."""
 
 import importlib
-from importlib.metadata import version
 
-from packaging.specifiers import SpecifierSet
-
+from .versions import require_tested_versions
 from .vllm.versions import transformers_needed_by_vllm
 
 
 __version__ = "0.1.0.dev0"
-
-# The trainer overrides private methods of these two, so only the minor versions it was tested with are accepted.
-_TESTED_VERSIONS = {"transformers": ">=5.24,<5.25", "trl": ">=1.16,<1.17"}
 
 # Public name -> module. Loaded on first use, so that drafts and rollouts work without importing TRL.
 _PUBLIC_NAMES = {
@@ -29,19 +24,7 @@ _PUBLIC_NAMES = {
 __all__ = list(_PUBLIC_NAMES)
 
 
-def _check_versions() -> None:
-    """Refuses versions whose private methods may differ, and names the command that fixes it."""
-    for package, accepted in _TESTED_VERSIONS.items():
-        installed = version(package)
-        if not SpecifierSet(accepted).contains(installed, prereleases=True):
-            remedy = transformers_needed_by_vllm() if package == "transformers" else None
-            raise ImportError(
-                f"trl_codraft {__version__} works with {package}{accepted}, but {package} {installed} is installed. "
-                + (remedy or f'Run `pip install "{package}{accepted}"`.')
-            )
-
-
-_check_versions()
+require_tested_versions(remedies={"transformers": transformers_needed_by_vllm()})
 
 
 def __getattr__(name: str):

@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from trl_codraft.cp import ContextLayout, gather_trunk, ring_attention
+from trl_codraft.cp import ContextLayout, ring_attention
+from trl_codraft.cp.attention import gather_trunk
 from trl_codraft.cp.planner import Segment, plan_document, plan_hybrid
 from trl_codraft.modeling.packing import PackedLayout
 

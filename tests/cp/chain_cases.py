@@ -8,7 +8,8 @@ from cp.attention_cases import MIXED, uneven_shards
 from cp.groups import WireBytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_codraft.cp import ContextLayout, gather_trunk, ring_attention
+from trl_codraft.cp import ContextLayout, ring_attention
+from trl_codraft.cp.attention import gather_trunk
 
 
 LENGTH, NUM_HEADS, NUM_KV_HEADS, DIM = 240, 4, 2, 8

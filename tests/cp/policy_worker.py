@@ -122,7 +122,7 @@ def on_shards(policy, name, has_experts, mode, model=None):
     group = group_of_world()
     sharding = ContextSharding(group.members, lambda model: policy, mode)
     ids, mask, weights = microbatch(name)
-    scores = score_together(group, sharding, model or policy, ids, mask, COMPLETION, True, has_experts)
+    scores, _ = score_together(group, sharding, model or policy, ids, mask, COMPLETION, True, has_experts)
     loss_of(*scores, weights).backward()
     return outcome(policy, *scores)
 
@@ -147,7 +147,7 @@ def interleaved():
     for name, mode in (("ragged", "document"), ("tiny", "hybrid")):
         ids, mask, weights = microbatch(name)
         sharding = ContextSharding(group.members, lambda model: policy, mode)
-        scores = score_together(group, sharding, policy, ids, mask, COMPLETION, True, False)
+        scores, _ = score_together(group, sharding, policy, ids, mask, COMPLETION, True, False)
         total = total + loss_of(*scores, weights)
         plain(reference, name, False)
     total.backward()

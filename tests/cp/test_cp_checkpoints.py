@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 from cp.trainer_cases import TOLERANCES
+from forked_ranks import run_script
 from group.comparison import CLOCK, assert_close
-from group.forked_ranks import run_script
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

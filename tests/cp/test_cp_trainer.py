@@ -7,8 +7,8 @@ weights, on replayed rollouts.
 import pytest
 import torch
 from cp.trainer_cases import CASES, DEFAULT_CASES, DRAFT_PASSES, LOCKSTEP, SHARDED_CASES, TOLERANCE, TOLERANCES
+from forked_ranks import started_once
 from group.comparison import assert_close, assert_same_training
-from group.forked_ranks import started_once
 
 from trl_codraft.modeling.losses import PASS_COUNTERS, SCALAR_COUNTERS
 

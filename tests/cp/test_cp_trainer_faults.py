@@ -1,7 +1,7 @@
 """A process that dies or stalls ends the others, soon and with an error: nobody waits forever."""
 
 import pytest
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 
 
 TIMEOUT = 10

@@ -2,19 +2,9 @@
 
 import pytest
 from cp.trainer_cases import TOLERANCE, TOLERANCES
+from cp.trainer_mutation_worker import MUTATIONS
+from forked_ranks import run_script
 from group.comparison import assert_close, assert_same_training
-from group.forked_ranks import run_script
-
-
-MUTATIONS = {
-    "labels of the next row": "dapo",
-    "positions counted on the shard": "dapo",
-    "own slice times the size of the group": "dapo",
-    "draft learns from one member": "dapo",
-    "load-balancing loss of the shard": "checkpointed experts",
-    "length of the shard decides": "dynamic",
-    "window left out": "window",
-}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +20,7 @@ def assert_same_draft(ours, plain, tolerance):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_comparison_notices(ranks, mutation):
-    case = MUTATIONS[mutation]
+    case = MUTATIONS[mutation].case
     tolerance = TOLERANCES.get(case, TOLERANCE)
     for rank in ranks:
         broken, plain = rank[mutation], rank[None][case]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType, TorchDynamoPlugin
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 from grpo_runs import codraft_trainer
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_policy
@@ -290,7 +290,7 @@ def test_any_error_of_the_probe_reaches_the_ranks_that_wait_for_its_verdict(monk
     trainer = fake_trainer(set=settings)
     trainer.accelerator.is_main_process = True
     with pytest.raises(ValueError, match="not possible: .* raised ZeroDivisionError: division by zero"):
-        context_group.join_context_group(trainer)
+        context_group.join_context_group(trainer, None)
     assert "ZeroDivisionError" in sent[0][0]
 
 

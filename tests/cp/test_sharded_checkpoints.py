@@ -7,8 +7,8 @@ import pytest
 import torch
 from cp.test_cp_checkpoints import timeless
 from cp.trainer_cases import LOCKSTEP, TOLERANCES
+from forked_ranks import run_script
 from group.comparison import assert_close
-from group.forked_ranks import run_script
 from transformers import AutoModelForCausalLM
 
 from trl_codraft import Eagle3DraftModel, validate_draft

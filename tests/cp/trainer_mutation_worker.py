@@ -11,14 +11,16 @@ from unittest import mock
 
 import torch
 from cp.trainer_cases import CASES
-from cp.trainer_worker import ShardedTrainer, run, save_policies
+from cp.trainer_worker import run, save_policies
 from forked_ranks import fork_broken_ranks
+from mutations import Mutation, runs_of
 
 from trl_codraft.cp import experts, probe
 from trl_codraft.cp import routing as model
 from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.cp.sharding import ContextSharding
 from trl_codraft.group import exchange
+from trl_codraft.grpo.learner import DraftLearner
 
 
 original_shard = ContextLayout.shard
@@ -45,31 +47,32 @@ def slices_times_the_size_of_the_group(ctx, gradient):
 
 
 def drop_other_members(self):
-    self._draft_batches = self._draft_batches[-1:]
-    return original_train_draft(self)
+    self._kept = self._kept[-1:]
+    original_learn(self)
 
 
-original_train_draft = ShardedTrainer._train_draft
+original_learn = DraftLearner.learn_from_kept
 
-# Name -> case, owner of what is replaced, its name, and by what.
 MUTATIONS = {
-    "labels of the next row": ("dapo", ContextLayout, "shard", labels_of_the_next_row),
-    "positions counted on the shard": ("dapo", ContextSharding, "pack", positions_counted_on_the_shard),
-    "own slice times the size of the group": (
+    "labels of the next row": Mutation("dapo", ContextLayout, "shard", labels_of_the_next_row),
+    "positions counted on the shard": Mutation("dapo", ContextSharding, "pack", positions_counted_on_the_shard),
+    "own slice times the size of the group": Mutation(
         "dapo",
         exchange._GatherShards,
         "backward",
         staticmethod(slices_times_the_size_of_the_group),
     ),
-    "draft learns from one member": ("dapo", ShardedTrainer, "_train_draft", drop_other_members),
-    "load-balancing loss of the shard": (
+    "draft learns from one member": Mutation("dapo", DraftLearner, "learn_from_kept", drop_other_members),
+    "load-balancing loss of the shard": Mutation(
         "checkpointed experts",
         experts,
         "dist",
         SimpleNamespace(all_reduce=lambda *a, **k: None),
     ),
-    "length of the shard decides": ("dynamic", model, "decided_by_length", lambda *a: contextlib.nullcontext()),
-    "window left out": (
+    "length of the shard decides": Mutation(
+        "dynamic", model, "decided_by_length", lambda *a: contextlib.nullcontext()
+    ),
+    "window left out": Mutation(
         "window",
         model,
         "ring_attention",
@@ -78,17 +81,13 @@ MUTATIONS = {
 }
 
 
-def run_broken(rank, world_size, out, mutation):
-    if mutation is None:
-        return {case: run(CASES[case], out, world_size, "1") for case in {case for case, *_ in MUTATIONS.values()}}
-    case, owner, name, replacement = MUTATIONS[mutation]
+def run_case(case, out, world_size, mutation):
     # The probe at construction would notice some.
-    with mock.patch.object(owner, name, replacement), mock.patch.object(probe, "HALF_TOLERANCE", 1e9):
-        with mock.patch.object(probe, "TOLERANCES", {}):
-            return run(CASES[case], out, world_size, "2")
+    with mock.patch.object(probe, "HALF_TOLERANCE", 1e9), mock.patch.object(probe, "TOLERANCES", {}):
+        return run(CASES[case], out, world_size, "1" if mutation is None else "2")
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     save_policies(folder)
-    fork_broken_ranks(run_broken, MUTATIONS, 2, folder)
+    fork_broken_ranks(runs_of(MUTATIONS, run_case), MUTATIONS, 2, folder)

@@ -18,6 +18,7 @@ from tiny import tiny_policy
 from transformers.utils import logging
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft.grpo.grouped_losses import GroupedLosses
 
 
 DRAFT = {
@@ -54,25 +55,29 @@ POLICIES = {
 class ShardedTrainer(Observed, CoDraftGRPOTrainer):
     """Keeps the draft's summed gradients too, whose optimizer is SGD: Adam makes full steps of rounding."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.learner is not None:
+            self._sum_over_ranks, self.learner.sum_over_ranks = self.learner.sum_over_ranks, self._seen_sum
+        if isinstance(self.losses, GroupedLosses):
+            self._score, self.losses._score = self.losses._score, self._seen_score
+
     def _start_draft(self):
         super()._start_draft()
         self.draft_trainer.optimizer = torch.optim.SGD(self.draft_trainer.parameters, lr=1.0)
 
-    def _sum_over_ranks(self, tensor):
-        total = super()._sum_over_ranks(tensor)
+    def _seen_sum(self, tensor):
+        total = self._sum_over_ranks(tensor)
         if self.draft_trainer is not None and tensor is self.draft_trainer._flat:
             self.seen.setdefault("draft gradients", []).append(total.clone())
         return total
 
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        if self.loss_group is not None and self.model.training:
-            layout = self.sharding.packed.layout
-            shards = self.seen.setdefault("shards", [])
-            shards.append(
-                [layout.num_rows, sum(layout.rows < self.sharding.packed.num_tokens).item(), layout.split_rows]
-            )
-        return loss
+    def _seen_score(self, model, scored, *rows, **settings):
+        scores = self._score(model, scored, *rows, **settings)
+        layout, num_tokens = scored.packed.layout, scored.packed.num_tokens
+        shards = self.seen.setdefault("shards", [])
+        shards.append([layout.num_rows, sum(layout.rows < num_tokens).item(), layout.split_rows])
+        return scores
 
 
 def build(case, out, world_size, size, **overrides):
@@ -107,9 +112,9 @@ def run(case, out, world_size, size):
     if trainer.draft_model is not None:
         weights |= {f"draft.{name}": p.detach().clone() for name, p in trainer.draft_model.named_parameters()}
     seen = {**trainer.seen, "logs": trainer.state.log_history, "weights": weights}
-    if trainer.loss_group is not None:
+    if isinstance(trainer.losses, GroupedLosses):
         # A process group keeps threads and connections, and there are many runs.
-        torch.distributed.destroy_process_group(trainer.loss_group.members)
+        torch.distributed.destroy_process_group(trainer.losses.group.members)
     return seen
 
 

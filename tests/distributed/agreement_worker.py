@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from group.forked_ranks import fork_ranks
+from forked_ranks import fork_ranks
 from grpo_runs import codraft_trainer, letter_reward, prompt_dataset, settings
 from peft import LoraConfig
 from tiny import tiny_policy, tiny_tokenizer
@@ -130,7 +130,9 @@ def see_run(rank, out, name):
 def see_start(rank, step=0, checkpoint=None):
     """Training that begins at another step, or with another checkpoint of the draft, on rank 1."""
     state = SimpleNamespace(global_step=step * rank, max_steps=10)
-    trainer = SimpleNamespace(state=state, draft_trainer=None, _draft_to_resume=checkpoint if rank else None)
+    trainer = SimpleNamespace(
+        state=state, learner=SimpleNamespace(trainer=None, resumes_from=checkpoint if rank else None)
+    )
     return outcome(lambda: require_same_start(trainer))
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from group.forked_ranks import fork_ranks
+from forked_ranks import fork_ranks
 from grpo_runs import codraft_trainer, letter_reward, plain_trainer, policy_logs, prompt_dataset, weights
 from tiny import SIZES, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification

@@ -23,13 +23,13 @@ def see(rank, world_size, out):
     state = torch.load(checkpoint / "draft" / "draft_state.pt", weights_only=True)["draft_trainer"]
     said.clear()
     resumed = codraft_trainer(out / "resumed", save_steps=2, max_steps=2, **config)
-    load, seen = resumed._load_draft, {}
+    load, seen = resumed.draft_checkpoints.load, {}
 
     def look(read):
         load(read)
         seen["resumed from"] = {name: tensor.clone() for name, tensor in resumed.draft_model.state_dict().items()}
 
-    resumed._load_draft = look
+    resumed.draft_checkpoints.load = look
     resumed.train(resume_from_checkpoint=str(checkpoint))
     moments = [entry["exp_avg"].numel() for entry in resumed.draft_trainer.optimizer.state.values()]
     return {

@@ -22,7 +22,7 @@ def see_shared(out, **config):
     whole.state.best_model_checkpoint = str(checkpoint)
     whole._load_best_model()
     ones = torch.ones(3)
-    seen["summed in place"] = whole._sum_over_ranks(ones) is ones and ones.tolist()
+    seen["summed in place"] = whole.learner.sum_over_ranks(ones) is ones and ones.tolist()
     seen["best"] = whole.draft_trainer.state_dict()
     seen["saved"] = torch.load(checkpoint / "draft" / "draft_state.pt")["draft_trainer"]
     return seen
@@ -64,7 +64,7 @@ def see(rank, world_size, out):
         "drafting_draft": drafting.draft_model.state_dict(),
         "drafting_logs": drafting.state.log_history,
         "drafting_files": sorted(path.name for path in (out / "drafting" / "checkpoint-3" / "draft").iterdir()),
-        "speculated": drafting._speculation_on,
+        "speculated": drafting.rollouts.possible,
     }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from distributed.agreement_worker import RUNS
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 
 from trl_codraft import CoDraftGRPOConfig
 from trl_codraft.grpo.agreement import MAY_DIFFER

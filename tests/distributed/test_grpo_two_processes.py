@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distributed.callables_worker import CASES
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 
 
 @pytest.fixture(scope="module")

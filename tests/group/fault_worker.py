@@ -1,6 +1,6 @@
 """
-Ranks of `test_group_faults.py`: `python fault_worker.py OUT` lets one of two ranks do something wrong, fault after fault,
-and saves the exceptions that each rank saw.
+Ranks of `test_group_faults.py`: `python fault_worker.py OUT` lets one of two ranks do something wrong, fault after
+fault, and saves the exceptions that each rank saw.
 """
 
 import sys

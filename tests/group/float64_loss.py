@@ -1,9 +1,9 @@
 """
-Policies and their losses in float64 throughout where the weights are, so that runs can be compared beyond the rounding of
-float32.
+Policies and their losses in float64 throughout where the weights are, so that runs can be compared beyond the rounding
+of float32.
 
-Transformers computes norms, and TRL log-probs and the gradient of the head, in float32 whatever the policy's dtype. Nothing but
-the dtype is changed.
+Transformers computes norms, and TRL log-probs and the gradient of the head, in float32 whatever the policy's dtype.
+Nothing but the dtype is changed.
 """
 
 import re

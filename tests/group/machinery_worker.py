@@ -1,6 +1,6 @@
 """
-Ranks of `test_group_machinery.py`: `python machinery_worker.py OUT WORLD_SIZE` runs every check of this file on every rank
-and saves, by name, the error of each or `None`. No TRL here: the machinery does not know it.
+Ranks of `test_group_machinery.py`: `python machinery_worker.py OUT WORLD_SIZE` runs every check of this file on every
+rank and saves, by name, the error of each or `None`. No TRL here: the machinery does not know it.
 """
 
 import contextlib
@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trl_codraft.group.exchange import new_loss_group, parallel_mesh
+from trl_codraft.group.exchange import LossGroup
 from trl_codraft.group.header import Header, Phase, describe
 from trl_codraft.group.members import ShardScores, backward_members, score_members, score_together
+from trl_codraft.group.mesh import RankMesh
 
 
 NAMES = ("flags", "ids", "half", "single", "double", "scalar", "input_ids", "attention_mask")
@@ -27,7 +28,8 @@ SHORT = timedelta(seconds=10)
 
 
 def group_of(size):
-    return new_loss_group(size, CPU, NAMES, timeout=SHORT)
+    members = RankMesh(dist.get_world_size(), size).new_group(("pp", "cp"), timeout=SHORT)
+    return LossGroup(members, dist.group.WORLD, CPU, NAMES)
 
 
 def raised(error, call, *arguments):
@@ -134,7 +136,11 @@ class EveryOther:
     def __init__(self, group):
         self.group = group
 
-    def score(self, model, input_ids, attention_mask, logits_to_keep, compute_entropy, compute_aux_loss):
+    def pack(self, input_ids, attention_mask, logits_to_keep):
+        return input_ids, logits_to_keep
+
+    def score(self, model, packed, compute_entropy, compute_aux_loss):
+        input_ids, logits_to_keep = packed
         columns = torch.arange(input_ids[:, -logits_to_keep:].numel())
         positions = [(columns % self.group.size == member).nonzero().flatten() for member in range(self.group.size)]
         scores = model(input_ids[:, -logits_to_keep:]).flatten()[positions[self.group.rank]]
@@ -168,7 +174,7 @@ def every_rank_gets_the_scores_of_its_own_rows(rank):
 
         def score(ids, mask, length, group=group, calls=calls):
             calls.append(len(ids))
-            return score_together(group, EveryOther(group), policy, ids, mask, length, True, True)
+            return score_together(group, EveryOther(group), policy, ids, mask, length, True, True)[0]
 
         scores = score_members(group, group.exchange(header), rows, score)
         assert sum(calls) == sum((2, 0, 5, 1)[rank - rank % size :][:size])
@@ -190,7 +196,7 @@ def gradients(rank, size, count, policy, model, no_sync):
     def loss_of(member, rows):
         passes.append(member)
         ids, mask = rows["input_ids"], rows["attention_mask"]
-        scores = score_together(group, EveryOther(group), model, ids, mask, 3, False, False)
+        scores, _ = score_together(group, EveryOther(group), model, ids, mask, 3, False, False)
         return scores.log_probs.square().mean()
 
     backward_members(group, headers, rows, loss_of=loss_of, backward=torch.Tensor.backward, no_sync=no_sync).backward()
@@ -247,12 +253,19 @@ def a_group_without_rows_is_refused(rank):
     assert "per_device_train_batch_size" in message
 
 
-def groups_are_neighbours_and_cp_is_innermost(rank):
-    assert "multiple of 3" in raised(ValueError, group_of, 3)
-    assert dist.get_process_group_ranks(group_of(2).members) == [rank - rank % 2, rank - rank % 2 + 1]
-    mesh = parallel_mesh("cpu", pipeline=2, context=2)
-    assert list(mesh.get_coordinate()) == [0, rank // 2, rank % 2]
-    assert dist.get_process_group_ranks(mesh["cp"].get_group()) == [rank - rank % 2, rank - rank % 2 + 1]
+def process_groups_are_those_of_the_mesh(rank):
+    for pipeline, context in ((2, 2), (2, 1)):
+        mesh = RankMesh(4, pipeline, context)
+        groups = mesh.new_groups(SHORT)
+        assert dist.get_process_group_ranks(groups.loss) == mesh.loss_group(rank)
+        assert dist.get_process_group_ranks(groups.pipeline) == mesh.pipeline(rank)
+        assert dist.get_process_group_ranks(groups.host) == mesh.pipeline(rank)
+        assert dist.get_process_group_ranks(groups.holders) == mesh.holders(rank)
+        if context == 1:
+            assert groups.pipeline is groups.loss
+            assert groups.context is None
+        else:
+            assert dist.get_process_group_ranks(groups.context) == mesh.context_group(rank)
 
 
 CHECKS = [
@@ -267,7 +280,7 @@ CHECKS = [
     gradients_are_those_of_data_parallelism_under_ddp,
     gradients_are_those_of_data_parallelism_under_fsdp2,
     a_group_without_rows_is_refused,
-    groups_are_neighbours_and_cp_is_innermost,
+    process_groups_are_those_of_the_mesh,
 ]
 
 

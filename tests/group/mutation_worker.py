@@ -3,119 +3,96 @@ Ranks of `test_group_mutations.py`: `python mutation_worker.py OUT` breaks one t
 what the ranks of each broken run saw beside the plain run.
 """
 
-import inspect
 import sys
-import textwrap
 from pathlib import Path
 
 from forked_ranks import fork_broken_ranks
+from mutations import in_source, runs_of
 from replay_cases import CASES
 from replay_worker import run, save_policies
 
 from trl_codraft.group import exchange, members
-from trl_codraft.grpo import grouped_losses as grouped_loss
+from trl_codraft.grpo import grouped_losses, member_passes
 
 
-# Name -> case, owner of a function, its name, and pairs of what to replace in its source and by what.
 MUTATIONS = {
-    "metric pass left out": (
+    "metric pass left out": in_source(
         "adaptive entropy",
-        grouped_loss.GroupedLoss,
-        "compute_loss",
-        "value = super()._compute_loss(model, inputs)",
+        grouped_losses.GroupedLosses,
+        "compute",
+        "value = run._compute_loss(model, inputs)",
         "value = loss.detach()",
     ),
-    "backward of the gather sums over ranks": (
+    "backward of the gather sums over ranks": in_source(
         "dapo",
         exchange._GatherShards,
         "backward",
         "own = gradient",
         "dist.all_reduce(gradient.contiguous()); gradient = gradient * 2; own = gradient",
     ),
-    "gradients reduced for every member": (
+    "gradients reduced for every member": in_source(
         "dapo",
         members,
         "backward_members",
         "no_sync()",
-        "contextlib.nullcontext()",
+        '__import__("contextlib").nullcontext()',
+        also=(grouped_losses,),
     ),
-    "metrics of members kept": (
+    "metrics of members kept": in_source(
         "dapo",
-        grouped_loss.GroupedLoss,
-        "_as_world_of_one",
-        "_metrics={mode: defaultdict(list) for mode in self._metrics},",
+        member_passes.MemberPasses,
+        "gradient_pass",
+        "_metrics={mode: defaultdict(list) for mode in self.run._metrics},",
         "",
     ),
     # Either alone is harmless: an update that is undone, or sums and counts that grow alike.
-    "entropy controller updated for every member": (
+    "entropy controller updated for every member": in_source(
         "adaptive entropy",
-        grouped_loss.GroupedLoss,
-        "_as_world_of_one",
-        "**{name: getattr(self, name) for name in CONTROLLER_STATE},",
+        member_passes.MemberPasses,
+        "gradient_pass",
+        "**{name: getattr(self.run, name) for name in CONTROLLER_STATE},",
         "",
-        "accelerator=MemberAccelerator(self.accelerator),",
+        "accelerator=MemberAccelerator(self.run.accelerator),",
         "",
     ),
-    "entropy threshold of one member": (
+    "entropy threshold of one member": in_source(
         "entropy quantile and bonus",
-        grouped_loss.GroupedLoss,
-        "get_high_entropy_mask",
-        "isinstance(self._entropy_mask, torch.Tensor)",
+        member_passes,
+        "_scored_by",
+        'rows.get("entropy_mask") is not None',
         "False",
     ),
-    "metrics from the scores of another member": (
+    "metrics from the scores of another member": in_source(
         "reference",
-        grouped_loss.GroupedLoss,
-        "compute_loss",
-        "if member == self.loss_group.rank",
-        "if member == 1 - self.loss_group.rank",
+        grouped_losses.GroupedLosses,
+        "compute",
+        "if member == self.group.rank",
+        "if member == 1 - self.group.rank",
     ),
-    "old log-probs of another member": (
+    "old log-probs of another member": in_source(
         "dapo",
         members,
         "score_members",
         "if member == group.rank",
         "if member == 1 - group.rank",
+        also=(grouped_losses,),
     ),
-    "backward of all but the last member left out": (
+    "backward of all but the last member left out": in_source(
         "dapo",
         members,
         "backward_members",
         "backward(loss_of(member, group",
         "(loss_of(member, group",
+        also=(grouped_losses,),
     ),
 }
 
 
-def break_function(owner, name, *changes):
-    """Replaces pieces of a function's source, in its owner and where the trainer imported it."""
-    attribute = inspect.getattr_static(owner, name)
-    function = attribute.__func__ if isinstance(attribute, staticmethod) else attribute
-    function = inspect.unwrap(function)
-    source = textwrap.dedent(inspect.getsource(function))
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}"
-        source = source.replace(old, new)
-    # A method that calls `super()` without arguments needs the class cell that only a class body provides.
-    source = source.replace("super()", f"super({getattr(owner, '__name__', '')}, self)")
-    exec("import contextlib\n" + source, function.__globals__)
-    rebuilt = function.__globals__[name]
-    if inspect.isclass(owner):
-        setattr(owner, name, rebuilt)
-    else:
-        grouped_loss.__dict__[name] = rebuilt
-
-
-def run_broken(rank, world_size, out, mutation):
-    if mutation is None:
-        cases = {case for case, *_ in MUTATIONS.values()}
-        return {case: run(CASES[case], out, world_size, None) for case in cases}
-    case, *change = MUTATIONS[mutation]
-    break_function(*change)
-    return run(CASES[case], out, world_size, 2)
+def run_case(case, out, world_size, mutation):
+    return run(CASES[case], out, world_size, None if mutation is None else 2)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     save_policies(folder)
-    fork_broken_ranks(run_broken, MUTATIONS, 2, folder)
+    fork_broken_ranks(runs_of(MUTATIONS, run_case), MUTATIONS, 2, folder)

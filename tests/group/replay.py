@@ -4,13 +4,19 @@ the group can be compared with plain data parallelism before anything is really 
 """
 
 import torch
+import torch.distributed as dist
 from fsdp2_on_cpu import whole
 from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
-from trl_codraft.group.exchange import new_loss_group
+from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+from trl_codraft.group.exchange import LossGroup
 from trl_codraft.group.members import ShardScores
-from trl_codraft.grpo.grouped_losses import TRAVELLING_TENSORS, GroupedLoss
+from trl_codraft.group.mesh import RankMesh
+from trl_codraft.grpo.agreement import common_settings
+from trl_codraft.grpo.failures import HeldFailures
+from trl_codraft.grpo.grouped_losses import GroupedLosses
+from trl_codraft.grpo.member_passes import TRAVELLING_TENSORS
 
 
 class WholeMicrobatch:
@@ -33,7 +39,11 @@ class WholeMicrobatch:
             owners = torch.zeros_like(owners)
         return owners.masked_fill(real == 0, -1)
 
-    def score(self, model, input_ids, attention_mask, logits_to_keep, compute_entropy, compute_aux_loss):
+    def pack(self, input_ids, attention_mask, logits_to_keep):
+        return input_ids, attention_mask, logits_to_keep
+
+    def score(self, model, packed, compute_entropy, compute_aux_loss):
+        input_ids, attention_mask, logits_to_keep = packed
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         labels[:, :-logits_to_keep] = -100
         router = {"output_router_logits": True} if compute_aux_loss else {}
@@ -117,11 +127,20 @@ class PlainTrainer(Observed):
     """Plain data-parallel TRL."""
 
 
-class GroupedTrainer(Observed, GroupedLoss):
+class GroupedTrainer(Observed, CoDraftGRPOTrainer):
     """The same with losses computed in groups of `group_size`."""
 
     def __init__(self, *args, group_size, **kwargs):
-        super().__init__(*args, **kwargs)
-        group = new_loss_group(group_size, self.accelerator.device, TRAVELLING_TENSORS)
-        self.seen["sharding"] = WholeMicrobatch(group.rank, group_size)
-        self.join_loss_group(group, self.seen["sharding"])
+        config = CoDraftGRPOConfig.from_grpo_config(kwargs.pop("args"))
+        config.use_draft = False
+        self._group_size = group_size
+        super().__init__(*args, args=config, **kwargs)
+        self.seen["sharding"] = self.losses.sharding
+
+    def _join_group(self, parts):
+        members = RankMesh(self.args.world_size, self._group_size).new_group(("pp", "cp"))
+        group = LossGroup(members, dist.group.WORLD, self.accelerator.device, TRAVELLING_TENSORS)
+        group.require_same(common_settings(self.args))
+        self.failures = HeldFailures(self, super(CoDraftGRPOTrainer, self))
+        sharding = WholeMicrobatch(group.rank, self._group_size)
+        self.losses = GroupedLosses(self, group, sharding, self.failures)

@@ -16,7 +16,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_comparison_notices(ranks, mutation):
-    case = MUTATIONS[mutation][0]
+    case = MUTATIONS[mutation].case
     # It ran to its end: a crash says nothing about the comparison.
     assert not [rank[mutation] for rank in ranks if isinstance(rank[mutation], Exception)]
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from comparison import assert_same_training
-from forked_ranks import started_once
+from forked_ranks import parameters_of, started_once
 from replay_cases import CASES, DEFAULT_CASES, TOLERANCE, TOLERANCES
 
 
@@ -23,13 +23,7 @@ def runs(tmp_path_factory):
     return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "replay_worker.py")
 
 
-PARAMETERS = [
-    pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-groups of {size}")
-    for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow, pytest.mark.timeout(1000)), SLOW_RUNS))
-    for line, (_, sizes, names, _) in lines.items()
-    for name in names
-    for size in sizes
-]
+PARAMETERS = parameters_of(DEFAULT_RUNS, SLOW_RUNS, 1000)
 
 
 @pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)

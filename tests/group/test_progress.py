@@ -1,10 +1,11 @@
 """What an error of a collective says about ranks that are late."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
-from trl import GRPOTrainer
 
-from trl_codraft.grpo.progress import NAMED_RANKS, STAGES, KnownProgress, ProgressBoard
+from trl_codraft.grpo.progress import NAMED_RANKS, STAGES, ProgressBoard, ProgressReports
 
 
 def boards(world_size):
@@ -71,26 +72,21 @@ def test_a_second_run_of_a_process_starts_anew(monkeypatch):
     other = ProgressBoard(store, 0, 2)
     other.note(0, "rewards")
 
-    def train(trainer):
-        assert "least far: rank 1: 'nothing yet' of micro-step 0" in other.explanation()
-
-    monkeypatch.setattr(GRPOTrainer, "train", train)
-    trainer = KnownProgress.__new__(KnownProgress)
-    trainer._step = 0
-    trainer.train()
+    ProgressReports(SimpleNamespace(_step=0)).start()
+    assert "least far: rank 1: 'nothing yet' of micro-step 0" in other.explanation()
 
 
 def test_a_draft_that_learns_belongs_to_the_micro_step_before_also_when_that_is_counted():
     ranks = boards(2)
-    trainers = [KnownProgress.__new__(KnownProgress) for _ in ranks]
-    for trainer, board in zip(trainers, ranks, strict=True):
-        trainer._board, trainer._step = board, 4
-        trainer._note("loss")
-        trainer._step += 1  # as TRL does after the backward
-        trainer._note("draft")
+    reports = [ProgressReports(SimpleNamespace(_step=4)) for _ in ranks]
+    for report, board in zip(reports, ranks, strict=True):
+        report.board = board
+        report.note("loss")
+        report.run._step += 1  # as TRL does after the backward
+        report.note("draft")
     # The first rank goes on to the next micro-step, where it waits for the other.
-    trainers[0]._note("draft done")
-    trainers[0]._note("loss")
+    reports[0].note("draft done")
+    reports[0].note("loss")
     said = ranks[0].explanation()
     assert "least far: rank 1: 'draft' of micro-step 4" in said
     assert "This one, rank 0: 'loss' of micro-step 5" in said
@@ -98,11 +94,11 @@ def test_a_draft_that_learns_belongs_to_the_micro_step_before_also_when_that_is_
 
 @pytest.mark.parametrize("text", ["Timed out waiting 10000ms for recv", "a tensor of the user"])
 def test_only_errors_of_collectives_are_explained(text):
-    trainer = KnownProgress.__new__(KnownProgress)
-    trainer._board = boards(2)[0]
-    trainer._board.note(1, "rewards")
+    reports = ProgressReports(SimpleNamespace(_step=1))
+    reports.board = boards(2)[0]
+    reports.board.note(1, "rewards")
 
-    @trainer._explained_errors()
+    @reports.explained_errors()
     def fail():
         raise RuntimeError(text)
 

@@ -1,25 +1,37 @@
 """Taps with known values through a channel, in the order of a schedule, without any model."""
 
+import os
 import time
+from pathlib import Path
 
 import torch
-from emulated_device import CPU, EmulatedCalls, LateChannel
 
-from trl_codraft.pp import TapChannel
+from trl_codraft.pp import GlooTransport, Tap, TapChannel, TapPlan
 from trl_codraft.pp.order import schedule_order
-from trl_codraft.pp.taps.cuda import CudaTransport
-from trl_codraft.pp.taps.gloo import GlooTransport
 from trl_codraft.pp.taps.pinned import PinnedTransport
-from trl_codraft.pp.taps.plan import Tap, TapPlan
-from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
+from trl_codraft.pp.taps.symmetric import SymmetricTransport
 
 
-TRANSPORTS = {"shared memory": SharedMemoryTransport, "gloo": GlooTransport}
-# Those of GPUs, on emulated ones.
-EMULATED = {
-    "CUDA": lambda group, calls: CudaTransport(group, CPU, calls),
-    "pinned, shared memory": lambda group, calls: PinnedTransport(SharedMemoryTransport(group), CPU, calls),
-    "pinned, gloo": lambda group, calls: PinnedTransport(GlooTransport(group), CPU, calls),
+CPU = torch.device("cpu")
+
+
+class FileMappedTransport(SymmetricTransport):
+    """Between processes on a CPU: the memory of a rank is a file that all map, as symmetric memory is for GPUs."""
+
+    def _require_reach(self, indices):
+        pass
+
+    def _map(self, num_bytes):
+        name = f"{self.inner.group.group_name} {num_bytes}"
+        paths = [Path(os.environ["CASE_FOLDER"]) / f"{name} {rank}" for rank in range(self.inner.group.size())]
+        return [torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+
+
+TRANSPORTS = {
+    "gloo": GlooTransport,
+    # Both ways of GPUs, on a CPU.
+    "pinned": lambda group: PinnedTransport(GlooTransport(group), CPU),
+    "symmetric": lambda group: FileMappedTransport(GlooTransport(group), CPU),
 }
 # Taps of several dtypes and odd widths on each stage.
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int16)
@@ -71,7 +83,9 @@ def require_values(plan, taken, step, shapes):
 
 
 def require_one_crossing(results):
-    """Of every tap, by what `(bytes sent, bytes by the formula, bytes left)` the ranks return of a case; some did cross."""
+    """
+    Of every tap, by what `(bytes sent, bytes by the formula, bytes left)` the ranks return of a case; some did cross.
+    """
     for sent, formula, queued in results:
         assert sent == formula
         assert queued == 0
@@ -87,8 +101,6 @@ def sleeping(generator, most=0.002):
     return sleep
 
 
-def make_channel(rank, plan, transport, group, timeout=20.0, calls=EmulatedCalls):
+def make_channel(rank, plan, transport, group, timeout=20.0):
     stages = [stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank]
-    if transport in EMULATED:
-        return LateChannel(plan, stages, EMULATED[transport](group, calls), timeout=timeout)
     return TapChannel(plan, stages, TRANSPORTS[transport](group), timeout=timeout)

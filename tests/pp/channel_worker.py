@@ -1,5 +1,6 @@
-"""Ranks of `test_tap_channel.py`: `python channel_worker.py FOLDER` runs `CASES`, each on both transports."""
+"""Ranks of `test_tap_channel.py`: `python channel_worker.py FOLDER [CASE]` runs `CASES` over the transports."""
 
+import logging
 import os
 import random
 import resource
@@ -7,19 +8,30 @@ import signal
 import sys
 import time
 from functools import partial
-from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from channel_cases import TRANSPORTS, make_channel, mixed_plan, require_values, run_step, sleeping
-from forked import fork_ranks, side_by_side
+from channel_cases import (
+    CPU,
+    TRANSPORTS,
+    FileMappedTransport,
+    make_channel,
+    mixed_plan,
+    require_values,
+    run_step,
+    sleeping,
+    tap_value,
+)
+from forked_ranks import side_by_side, watch_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trl_codraft.pp.taps import opening, sockets
-from trl_codraft.pp.taps.opening import open_channel
-from trl_codraft.pp.taps.plan import Tap, TapPlan
+from benchmarks.tap_soak import open_files, resident_bytes
+from trl_codraft.pp import GlooTransport, Tap, TapChannelError, TapPlan, open_channel
+from trl_codraft.pp.taps import opening, processes
+from trl_codraft.pp.taps.pinned import PinnedTransport
 
 
 def changing_shapes(rank, group, transport, schedule="1F1B", num_stages=None, slots=None):
@@ -72,30 +84,146 @@ def many_slots(rank, group, transport):
     return len(taken)
 
 
-def too_many_slots(rank, group, transport):
-    """More than a socket can hold the headers of."""
-    try:
-        make_channel(rank, mixed_plan(2, schedule="GPipe", slots=10**6), transport, group).close()
-    except ValueError as error:
-        return str(error)
-    return ""
+def one_host(rank, group, transport):
+    """Whether ranks find that they run on one host: as they do, and if they saw that they do not."""
+    together = processes.on_one_host(group)
+    processes.place = lambda: f"host {rank}"
+    return together, processes.on_one_host(group)
 
 
-def two_hosts(rank, group, transport):
-    """Ranks that see that they do not run on one host: what shared memory says to it, and how taps travel instead."""
-    sockets.place = opening.place = lambda: f"host {rank}"
-    message = ""
-    plan, shapes = mixed_plan(2), [(2, 3)] * 6
-    try:
-        make_channel(rank, plan, "shared memory", group)
-    except ValueError as error:
-        message = str(error)
-    channel = open_channel(plan, rank, dist.new_group([0, 1], backend="gloo"), timeout=20.0)
-    taken = run_step(channel, rank, 0, shapes)
+def late_receive(rank, group, transport, seconds=0.5):
+    """Seconds after which a send of gloo is complete whose receive is posted late."""
+    content = torch.zeros(64, dtype=torch.uint8)
+    if rank == 0:
+        start = time.monotonic()
+        dist.isend(content, group=group, group_dst=1).wait()
+        return time.monotonic() - start
+    time.sleep(seconds)
+    dist.irecv(content, group=group, group_src=0).wait()
+    return seconds
+
+
+def slow_copies(rank, group, transport):
+    """Seconds that the forwards of a rank take when every copy of a source takes long, and then the step."""
+    plan = mixed_plan(2, num_microbatches=3, schedule="GPipe", slots=6)
+    channel = make_channel(rank, plan, transport, group)
+    copy = channel.transport._copy
+
+    def slowly(*arguments):
+        if rank == 0:
+            time.sleep(SLOW_COPY)
+        copy(*arguments)
+
+    channel.transport._copy = slowly
+    dist.barrier(group)
+    shapes = [(2, 300)] * 3
+    channel.begin_step(shapes)
+    start = time.monotonic()
+    for microbatch in range(3):
+        with channel.forward(rank, microbatch):
+            for tap in plan.taps_of(rank):
+                channel.capture(tap.layer, tap_value(tap, 0, microbatch, shapes[microbatch]))
+    forwards = time.monotonic() - start
+    channel.end_step()
+    step = time.monotonic() - start
     if channel.is_sink:
-        require_values(plan, taken, 0, shapes)
+        require_values(plan, [channel.take(k) for k in range(3)], 0, shapes)
     channel.close()
-    return message, type(channel.transport).__name__
+    return forwards, step
+
+
+class NeverDone(torch.cpu.Event):
+    """An event that a device which has stopped does not come to."""
+
+    def query(self):
+        return False
+
+
+def stopped(rank, group, transport, culprit):
+    """A device stops in the middle of a step: what each rank says, and seconds until then and until it has closed."""
+    channel = make_channel(rank, mixed_plan(3, num_microbatches=4, slots=2), transport, group, timeout=2.0)
+    copy = channel.transport._copy
+
+    def copy_or_stop(target, source, header, *after):
+        if rank == culprit and header.microbatch == 1:
+            channel.transport._module = SimpleNamespace(**{**vars(torch.cpu), "Event": NeverDone})
+        copy(target, source, header, *after)
+
+    channel.transport._copy = copy_or_stop
+    start, message = time.monotonic(), ""
+    try:
+        run_step(channel, rank, 0, [(1, 4)] * 4)
+    except TapChannelError as error:
+        message = f"{type(error).__name__}: {error}"
+    gave_up = time.monotonic() - start
+    channel.close()
+    return message, gave_up, time.monotonic() - start - gave_up
+
+
+class Unmapped(FileMappedTransport):
+    """The memory of other ranks cannot be mapped."""
+
+    def _map(self, num_bytes):
+        raise RuntimeError("CUDA error: invalid device pointer")
+
+
+class Unreached(FileMappedTransport):
+    """The GPUs do not reach each other's memory."""
+
+    def _require_reach(self, indices):
+        raise RuntimeError("this GPU does not reach the memory of another")
+
+
+class OtherMemory(FileMappedTransport):
+    """A write to the memory of another rank goes elsewhere."""
+
+    def _map(self, num_bytes):
+        mine = super()._map(num_bytes)[self.rank]
+        return [torch.zeros_like(mine)] * self.rank + [mine] + [torch.zeros_like(mine)] * 2
+
+
+def fallback(rank, group, transport, kind, culprit):
+    """
+    What `open_channel` logs on each rank if the first way does not work on one of them, and steps of the channel.
+    """
+    records, logger, handler = [], logging.getLogger(opening.__name__), logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+    def ways(group, device):
+        first = (kind if rank == culprit else FileMappedTransport)(GlooTransport(group), CPU)
+        return [("from GPU to GPU", first), ("through pinned memory", PinnedTransport(GlooTransport(group), CPU))]
+
+    opening._ways = ways
+    plan = mixed_plan(3, num_microbatches=3)
+    channel = open_channel(plan, [rank], group, timeout=20.0)
+    for step in range(2):
+        shapes = [(2, 3 + step), (1, 4), (2, 2)]
+        taken = run_step(channel, rank, step, shapes)
+        if channel.is_sink:
+            require_values(plan, taken, step, shapes)
+    channel.close()
+    return type(channel.transport).__name__, records
+
+
+def soak(rank, group, transport, steps=300):
+    """
+    Many steps with ranks that sleep, shapes and numbers of microbatches that change; memory of the process at the end.
+    """
+    size = dist.get_world_size(group)
+    plan = mixed_plan(size, 2 * size, 2 * size, "Interleaved1F1B")
+    channel = make_channel(rank, plan, transport, group)
+    common, own = random.Random(3), torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        if step == steps // 4:
+            settled = resident_bytes(), open_files()
+        shapes = [(common.randint(1, 3), common.randint(1, 48)) for _ in range(size if step % 5 else 2 * size)]
+        taken = run_step(channel, rank, step, shapes, sleeping(own, most=0.004))
+        if channel.is_sink:
+            require_values(plan, taken, step, shapes)
+    channel.close()
+    return resident_bytes() - settled[0], open_files() - settled[1]
 
 
 def layer_stack(seed, count=4, width=8):
@@ -236,57 +364,72 @@ def killed_in_step(rank, group, transport):
     plan = mixed_plan(2, num_microbatches=4)
     channel = make_channel(rank, plan, transport, group)
     channel.begin_step([(2, 64)] * 4)
-    if rank == 0:
-        with channel.forward(0, 0):
-            for tap in plan.taps_of(0):
-                channel.capture(tap.layer, torch.zeros(2, 64, tap.width, dtype=tap.dtype))
-    else:
-        channel._drain(0)
+    with channel.forward(rank, 0):
+        for tap in plan.taps_of(rank):
+            channel.capture(tap.layer, torch.zeros(2, 64, tap.width, dtype=tap.dtype))
     descriptors = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     mappings = Path("/proc/self/maps").read_text().split("\n")
     files = [*descriptors, *(line.split(maxsplit=5)[5] for line in mappings if line.count("/"))]
-    # Of sockets with a name: number, and path or "@" and an address.
-    sockets = [line.split()[6:] for line in Path("/proc/net/unix").read_text().split("\n")[1:]]
-    files += [
-        name for number, *names in filter(None, sockets) for name in names if f"socket:[{number}]" in descriptors
-    ]
     torch.save(files, Path(os.environ["CASE_FOLDER"]) / f"files{rank}.pt")
     dist.barrier(group)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+SLOW_COPY = 0.6
+DEVICES = ("pinned", "symmetric")
+# By name: ranks, what they do, over which transports.
 CASES = {
-    "changing shapes, 2 ranks": (2, changing_shapes),
-    "changing shapes, 4 ranks": (4, changing_shapes),
-    "many open files": (2, many_open_files),
-    "interleaved": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4)),
-    "interleaved, fewest slots": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4, slots=2)),
-    "one slot, GPipe": (3, partial(changing_shapes, schedule="GPipe", slots=1)),
-    "many slots": (2, many_slots),
-    "too many slots": (2, too_many_slots),
-    "two hosts": (2, two_hosts),
-    "recomputation": (2, recomputation),
-    "refusals": (2, refusals),
-    "leftovers": (2, leftovers),
-    "killed": (2, killed_in_step),
+    "changing shapes, 2 ranks": (2, changing_shapes, TRANSPORTS),
+    "changing shapes, 4 ranks": (4, changing_shapes, ["gloo", "symmetric"]),
+    "many open files": (2, many_open_files, ["gloo"]),
+    "interleaved": (2, partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4), ["gloo", "symmetric"]),
+    "interleaved, fewest slots": (
+        2,
+        partial(changing_shapes, schedule="Interleaved1F1B", num_stages=4, slots=2),
+        TRANSPORTS,
+    ),
+    "one slot, GPipe": (3, partial(changing_shapes, schedule="GPipe", slots=1), TRANSPORTS),
+    "many slots": (2, many_slots, TRANSPORTS),
+    "recomputation": (2, recomputation, ["gloo", "symmetric"]),
+    "refusals": (2, refusals, ["gloo"]),
+    "leftovers": (2, leftovers, ["gloo", "symmetric"]),
+    "one host": (2, one_host, ["gloo"]),
+    "late receive": (2, late_receive, ["gloo"]),
+    "slow copies": (2, slow_copies, DEVICES),
+    "a source's device stops": (3, partial(stopped, culprit=0), DEVICES),
+    "the draft's device stops": (3, partial(stopped, culprit=2), DEVICES),
+    "killed": (2, killed_in_step, ["gloo"]),
 }
+# Which rank finds that the first way does not work; ranks 0 and 1 send.
+BROKEN = {
+    "nothing": (FileMappedTransport, 0),
+    "no mapping (rank 1)": (Unmapped, 1),
+    "no mapping (rank 2)": (Unmapped, 2),
+    "no reach (rank 0)": (Unreached, 0),
+    "other memory (rank 0)": (OtherMemory, 0),
+}
+CASES |= {
+    case: (3, partial(fallback, kind=kind, culprit=rank), ["symmetric"]) for case, (kind, rank) in BROKEN.items()
+}
+SOAK = {"soak": (2, soak, DEVICES)}
 
 
 def run_rank(rank, world_size, transport, case):
     group = dist.new_group(list(range(world_size)), backend="gloo")
-    return CASES[case][1](rank, group, transport)
+    return (CASES | SOAK)[case][1](rank, group, transport)
 
 
 def run_case(transport, case):
     place = folder / transport / case
     os.environ["CASE_FOLDER"] = str(place)
-    return fork_ranks(run_rank, CASES[case][0], place, transport, case, timeout=60)
+    return watch_ranks(run_rank, (CASES | SOAK)[case][0], place, transport, case, timeout=150)
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder, cases = Path(sys.argv[1]), {case: (CASES | SOAK)[case] for case in sys.argv[2:] or CASES}
     # Open files are looked at, and what runs side by side has some that are not the channel's.
-    outcomes = {(transport, "killed"): run_case(transport, "killed") for transport in TRANSPORTS}
+    outcomes = {("gloo", "killed"): run_case("gloo", "killed")} if "killed" in cases else {}
+    runs = [(transport, case) for case, (_, _, over) in cases.items() for transport in over if case != "killed"]
     # What waits for ranks that do not come is the longest.
-    runs = sorted(product(TRANSPORTS, CASES.keys() - {"killed"}), key=lambda run: run[1] != "refusals")
+    runs.sort(key=lambda run: run[1] != "refusals" and "stops" not in run[1])
     torch.save(outcomes | side_by_side(run_case, runs), folder / "outcomes.pt")

@@ -7,15 +7,17 @@ import os
 import random
 import signal
 import sys
+import traceback
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from channel_cases import TRANSPORTS
-from forked import fork_ranks
+from forked_ranks import watch_ranks
 from tiny import tiny_policy
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
@@ -23,12 +25,11 @@ from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel
 from trl_codraft.modeling.packing import pack_rows
 from trl_codraft.modeling.taps import TapRecorder
 from trl_codraft.modeling.teacher import PolicyHead
-from trl_codraft.pp import TapChannel
+from trl_codraft.pp import GlooTransport, Tap, TapChannel, TapPlan
+from trl_codraft.pp.padding import PaddedMicrobatch, pad_microbatches
 from trl_codraft.pp.pipeline import Pipeline
-from trl_codraft.pp.rows import Rows, pad_microbatches
+from trl_codraft.pp.shape import PipelineShape
 from trl_codraft.pp.stages.split import split_policy, sum_tied_gradients
-from trl_codraft.pp.taps.plan import Tap, TapPlan
-from trl_codraft.pp.taps.shared_memory import SharedMemoryTransport
 from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments
 
 
@@ -40,7 +41,7 @@ class Case:
     model: str = "llama"
     taps: tuple = (0, 1, 3, 4)
     microbatches: int = 4
-    transport: str = "shared memory"
+    transport: str = "gloo"
     checkpointing: str | None = None
     slots: int | None = None
     dtype: torch.dtype = torch.float32
@@ -117,7 +118,7 @@ def ragged_microbatches(case, step):
             start, end = draw.randint(0, prompt - 1), prompt + draw.randint(1, completion)
             mask[row, start:end] = 1
             ids[row, start:end] = torch.tensor([draw.randint(3, 103) for _ in range(end - start)])
-        batches.append(Rows(ids, mask, completion))
+        batches.append(PaddedMicrobatch(ids, mask, completion))
     return batches
 
 
@@ -175,12 +176,9 @@ def build(rank, case, groups):
         set_checkpointing(policy, case.checkpointing)
     plan = TapPlan.for_layers(
         case.taps,
-        case.layers,
+        PipelineShape(case.layers, case.num_ranks, case.microbatches, case.schedule),
         policy.config.hidden_size,
         case.dtype,
-        num_ranks=case.num_ranks,
-        num_microbatches=case.microbatches,
-        schedule=case.schedule,
         slots=case.slots,
     )
     numbers = [stage.index for stage in stages]
@@ -197,17 +195,13 @@ def build(rank, case, groups):
     return stages, channel, pipeline
 
 
-def compare_gradients(stages, whole):
-    """Largest difference of the gradients of this rank's parameters, and of their names to the whole policy's."""
-    names = dict(whole.named_parameters())
-    worst = 0.0
+def require_gradients(stages, whole):
+    """Gradients of this rank's parameters are those of the whole policy."""
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     for stage in stages:
         for name, parameter in stage.policy.named_parameters():
-            expected = names[name].grad
-            worst = max(
-                worst, (parameter.grad - expected).abs().max().item() / expected.abs().max().clamp(min=1).item()
-            )
-    return worst
+            difference = (parameter.grad - expected[name]).abs().max()
+            assert difference <= 1e-6 * expected[name].abs().max().clamp(min=1), name
 
 
 def run_case(rank, world_size, case):
@@ -215,99 +209,119 @@ def run_case(rank, world_size, case):
     stages, channel, pipeline = build(rank, case, groups)
     whole = policy_of(case)
     recorder = TapRecorder(whole, case.taps)
-    result = {"taps": [], "losses": [], "evaluations": [], "bytes": []}
+    width, lanes = whole.config.hidden_size * case.dtype.itemsize, channel.plan.lanes
+    taps_sent = sum(len(channel.plan.taps_of(lane.stage)) for lane in lanes if lane.source == rank)
+    differences = []
     for step in range(case.steps):
         batches = ragged_microbatches(case, step)
         padded = pad_microbatches(batches, bucket=8 if step else 32)
         inputs = [inputs_of(rows) for rows in padded]
         # An evaluation in between, of another number of microbatches, which the channel must not notice.
         evaluated = pipeline.forward(inputs[:2])
-        with torch.no_grad():
-            for number, output in enumerate(evaluated):
-                arguments = {name: inputs[number][name] for name in ("input_ids", "attention_mask")}
-                expected = score(whole, {**arguments, "use_cache": False}, inputs[number])
-                result["evaluations"].append(torch.equal(output, expected))
+        differences += [
+            f"evaluation {number}"
+            for number, output in enumerate(evaluated)
+            if not torch.equal(output, whole_forward(whole, inputs[number]))
+        ]
         if step == 0:
-            result["taps without gradients"] = taps_of_forward(pipeline, channel, whole, recorder, inputs)
+            differences += taps_of_forward(pipeline, channel, whole, recorder, inputs)
         sent = channel.bytes_sent
         losses = pipeline.step(inputs, loss_of(batches, padded))
         taps, expected_losses = whole_step(whole, recorder, batches, padded)
         shape = padded[0].input_ids.shape
-        tap_bytes = shape[0] * shape[1] * whole.config.hidden_size * case.dtype.itemsize
-        taps_sent = sum(len(channel.plan.taps_of(lane.stage)) for lane in channel.plan.lanes if lane.source == rank)
-        result["bytes"].append((channel.bytes_sent - sent, len(inputs) * taps_sent * tap_bytes))
+        if channel.bytes_sent - sent != len(inputs) * taps_sent * shape[0] * shape[1] * width:
+            differences.append(f"{channel.bytes_sent - sent} bytes")
         if pipeline.has_last:
-            for number in range(len(inputs)):
-                for got, expected in zip(channel.take(number), taps[number], strict=True):
-                    result["taps"].append(torch.equal(got, expected) and got.dtype == expected.dtype)
-            result["losses"] += [(a - b).abs().item() for a, b in zip(losses, expected_losses, strict=True)]
+            pairs = [(channel.take(number), taps[number]) for number in range(len(inputs))]
+            differences += [f"taps {number}" for number, (got, own) in enumerate(pairs) if not same_taps(got, own)]
+            assert len(losses) == case.microbatches
+            differences += [
+                f"loss {a} instead of {b}" for a, b in zip(losses, expected_losses, strict=True) if abs(a - b) > 1e-6
+            ]
     # The gradients of all steps have accumulated.
-    if whole.config.tie_word_embeddings and rank in (0, (len(case.layers) - 1) % case.num_ranks):
+    last = (len(case.layers) - 1) % case.num_ranks
+    if whole.config.tie_word_embeddings and rank in (0, last):
         tied = stages[0 if rank == 0 else -1].policy.get_input_embeddings().weight
-        sum_tied_gradients(tied, 0, (len(case.layers) - 1) % case.num_ranks, groups[0])
-    result["gradients"] = compare_gradients(stages, whole)
-    result["names"] = sorted(set().union(*(stage.policy.state_dict() for stage in stages)))
-    result["all_names"] = sorted(whole.state_dict())
+        sum_tied_gradients(tied, 0, last, groups[0])
+    names = [[]] * world_size
+    dist.all_gather_object(names, [name for stage in stages for name in stage.policy.state_dict()])
     channel.close()
-    return result
+    # Now nobody waits for this rank any more.
+    assert not differences, differences
+    assert pipeline.has_last == (rank == last)
+    assert len(case.layers) == 1 or lanes
+    assert set().union(*names) == set(whole.state_dict())
+    require_gradients(stages, whole)
+
+
+def whole_forward(whole, inputs):
+    arguments = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        return score(whole, {**arguments, "use_cache": False}, inputs)
+
+
+def same_taps(got, expected):
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
 
 
 def taps_of_forward(pipeline, channel, whole, recorder, inputs):
-    """Whether the taps of a forward of one microbatch more than a step has are those of one process."""
+    """Differences of a forward of one microbatch more than a step has, with taps, to one process."""
     more = [*inputs, {**inputs[0], "input_ids": inputs[0]["input_ids"].flip(0)}]
-    outputs, equal = pipeline.forward(more, with_taps=True), []
-    for number, batch in enumerate(more if pipeline.has_last else ()):
-        arguments = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        with torch.no_grad(), recorder.record() as record:
-            expected = score(whole, {**arguments, "use_cache": False}, batch)
-        pairs = zip(channel.take(number), record.taps, strict=True)
-        equal.append(torch.equal(outputs[number], expected) and all(torch.equal(a, b) for a, b in pairs))
-    assert len(outputs) == len(equal)
-    return equal
+    outputs, differences = pipeline.forward(more, with_taps=True), []
+    assert len(outputs) == (len(more) if pipeline.has_last else 0)
+    for number, output in enumerate(outputs):
+        with recorder.record() as record:
+            expected = whole_forward(whole, more[number])
+        if not same_taps([output, *channel.take(number)], [expected, *record.taps]):
+            differences.append(f"forward {number} with taps")
+    return differences
 
 
 def without_channel(rank, world_size):
-    """A pipeline alone: what it refuses on both ranks alike, that it goes on afterwards, and how many shapes it keeps."""
+    """
+    A pipeline alone refuses on both ranks alike and goes on, keeps three shapes at most and none after an exception,
+    and no output of a stage after a step or a forward.
+    """
     case = CASES["1F1B, 2 ranks"]
     group = dist.new_group([0, 1], backend="gloo")
     stage = split_policy(policy_of(case), case.layers, rank, score)
     settings = {"hidden_size": 32, "dtype": torch.float32, "device": torch.device("cpu"), "max_shapes": 3}
     pipeline = Pipeline([stage], group, **settings)
-    whole, messages = policy_of(case), []
     inputs = [inputs_of(rows) for rows in pad_microbatches(ragged_microbatches(case, 0))]
-    narrow = {name: value[:, :8] for name, value in inputs[0].items()}
-
-    def attempt(act):
-        try:
-            act()
-        except ValueError as error:
-            messages.append(str(error))
-
-    loss, outputs, alive = loss_of(ragged_microbatches(case, 0), None), [], []
+    loss, outputs = loss_of(ragged_microbatches(case, 0), None), []
     handle = stage.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
     for run in (lambda: pipeline.step(inputs, loss), lambda: pipeline.forward(inputs)):
         run()
-        alive.append(sum(output() is not None for output in outputs))
+        assert not any(output() is not None for output in outputs)
     assert len(outputs) == 2 * len(inputs)
     handle.remove()
-    attempt(lambda: pipeline.step([*inputs[:3], narrow], loss))
-    kept = [len(pipeline._prepared)]
-    attempt(lambda: pipeline.step(inputs[:1], loss))
-    attempt(lambda: pipeline.forward([{**inputs[0], "position_ids": torch.arange(64)[None]}]))
-    attempt(lambda: Pipeline([stage], group, schedule="ZBVZeroBubble", **settings))
-    attempt(lambda: Pipeline([stage], group, schedule="Interleaved1F1B", **settings))
+    narrow = {name: value[:, :8] for name, value in inputs[0].items()}
+    with pytest.raises(ValueError, match="one shape, but number 3 has"):
+        pipeline.step([*inputs[:3], narrow], loss)
+    assert not pipeline._prepared
+    with pytest.raises(ValueError, match="at least as many microbatches as stages, got 1"):
+        pipeline.step(inputs[:1], loss)
+    with pytest.raises(ValueError, match=r"`position_ids` of shape \(1, 64\) needs 3 rows"):
+        pipeline.forward([{**inputs[0], "position_ids": torch.arange(64)[None]}])
+    for schedule, message in (("ZBVZeroBubble", "is not supported"), ("Interleaved1F1B", "at least twice as many")):
+        with pytest.raises(ValueError, match=message):
+            Pipeline([stage], group, schedule=schedule, **settings)
     other = split_policy(policy_of(case), case.layers, 1 - rank, score)
-    attempt(lambda: Pipeline([other], group, **settings))
+    with pytest.raises(ValueError, match=rf"Rank {rank} of 2 was given the stages \[{1 - rank}\]"):
+        Pipeline([other], group, **settings)
+    kept = []
     for step in range(5):
         batches = ragged_microbatches(case, step)
         padded = pad_microbatches(batches, bucket=1)
         pipeline.step([inputs_of(rows) for rows in padded], loss_of(batches, padded))
         kept.append(len(pipeline._prepared))
+    assert max(kept) == 3
+    whole = policy_of(case)
     recorder = TapRecorder(whole, case.taps)
     for step, bucket in ((0, 64), *((step, 1) for step in range(5))):
         batches = ragged_microbatches(case, step)
         whole_step(whole, recorder, batches, pad_microbatches(batches, bucket=bucket))
-    return messages, kept, alive, compare_gradients([stage], whole)
+    require_gradients([stage], whole)
 
 
 def draft_of(policy, case):
@@ -330,7 +344,7 @@ def draft_gradients(rank, world_size):
     # The teacher reads what the head reads: one more tap, which stays on the last stage.
     last = len(case.layers) + 100
     taps = [Tap(layer, int(layer >= 2), 32, torch.float32) for layer in case.taps] + [Tap(last, 1, 32, torch.float32)]
-    channel = TapChannel(TapPlan(tuple(taps), (0, 1), case.microbatches), rank, SharedMemoryTransport(groups[1]))
+    channel = TapChannel(TapPlan(tuple(taps), (0, 1), case.microbatches), rank, GlooTransport(groups[1]))
     if stage.is_last:
         channel.hook(last, policy.model.norm, output=True)
     settings = {"hidden_size": 32, "dtype": torch.float32, "device": torch.device("cpu")}
@@ -340,7 +354,7 @@ def draft_gradients(rank, world_size):
     pipeline.step([inputs_of(rows) for rows in padded], loss_of(batches, padded))
     dist.barrier()  # nobody needs anything of the draft to end its step
     if rank == 0:
-        return None
+        return
     trainer, whole = draft_of(policy, case), policy_of(case)
     expected, recorder = draft_of(whole, case), TapRecorder(whole, case.taps)
     for number, rows in enumerate(padded):
@@ -350,14 +364,23 @@ def draft_gradients(rank, world_size):
         with recorder.record() as record:
             whole(input_ids=rows.input_ids, attention_mask=mask, use_cache=False)
         expected.accumulate(pack_rows(rows.input_ids, mask, mask, record.taps, record.last_hidden, 2))
-    return [
-        ((a.grad - b.grad).abs().max().item(), b.grad.abs().max().item())
-        for a, b in zip(trainer.draft.parameters(), expected.draft.parameters(), strict=True)
-    ]
+    pairs = list(zip(trainer.draft.parameters(), expected.draft.parameters(), strict=True))
+    assert len(pairs) > 8
+    for own, other in pairs:
+        largest = other.grad.abs().max()
+        assert largest > 0
+        assert (own.grad - other.grad).abs().max() <= 1e-6 * largest.clamp(min=1.0)
 
 
 def run_rank(rank, world_size, cases):
-    return {case: run_case(rank, world_size, CASES[case]) for case in cases}
+    """By case, the traceback of what failed, or `None`."""
+    failures = dict.fromkeys(cases)
+    for case in cases:
+        try:
+            run_case(rank, world_size, CASES[case])
+        except AssertionError:
+            failures[case] = traceback.format_exc()
+    return failures
 
 
 def failing_pipeline(rank, world_size, fault):
@@ -392,12 +415,12 @@ if __name__ == "__main__":
     # Cases of as many ranks run one after the other in the same processes.
     for size in sorted({CASES[case].num_ranks for case in chosen}):
         cases = [case for case in chosen if CASES[case].num_ranks == size]
-        ranks = fork_ranks(run_rank, size, folder / f"{size}-ranks", cases, timeout=600)
+        ranks = watch_ranks(run_rank, size, folder / f"{size}-ranks", cases, timeout=600)
         for case in cases:
             outcomes[case] = [replace(rank, result=(rank.result or {}).get(case)) for rank in ranks]
     if chosen is USUAL:
-        outcomes["draft"] = fork_ranks(draft_gradients, 2, folder / "draft")
-        outcomes["without channel"] = fork_ranks(without_channel, 2, folder / "without-channel")
+        outcomes["draft"] = watch_ranks(draft_gradients, 2, folder / "draft")
+        outcomes["without channel"] = watch_ranks(without_channel, 2, folder / "without-channel")
         for fault in ("killed", "broken"):
-            outcomes[fault] = fork_ranks(failing_pipeline, 3, folder / fault, fault, timeout=60)
+            outcomes[fault] = watch_ranks(failing_pipeline, 3, folder / fault, fault, timeout=60)
     torch.save(outcomes, folder / "outcomes.pt")

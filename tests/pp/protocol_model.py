@@ -1,8 +1,9 @@
 """
 A pipeline with tap lanes as a state machine, small enough to explore every interleaving.
 
-Each rank runs its order; the two ends of a lane are the library's own `SourceEnd` and `SinkEnd`; headers and credits are
-queues in between. Writing and reading a slot take two steps each, so that an overlap shows.
+Each rank runs its order; the two ends of a lane are the library's own `SourceEnd` and `SinkEnd`; headers and credits
+are queues in between. Writing and reading a slot take two steps each, so that an overlap shows. `GlooModel` is the
+lane of symmetric memory, whose slots are given back by gloo's two-sided messages.
 """
 
 from trl_codraft.pp.taps.lane import SinkEnd, SourceEnd
@@ -132,6 +133,51 @@ class Model:
                     seen.add(following)
                     stack.append(following)
         return len(seen), deadlocks
+
+
+class GlooModel(Model):
+    """
+    A send of header `n` is complete when its receive was posted, which is when all but `slots` of the `n + 1` headers
+    were received and their taps copied out. A source fills a landing slot when it has a free buffer to send a header
+    from.
+
+    Args:
+        landing: landing slots of every lane; `slots` are the receives that are posted at a time.
+    """
+
+    def __init__(self, *arguments, landing, **named):
+        super().__init__(*arguments, **named)
+        self.landing = landing
+
+    def start(self):
+        counters, substeps, lanes = super().start()
+        return counters, substeps, tuple((*lane[:5], (None,) * self.landing) for lane in lanes)
+
+    def successors(self, state):
+        for index, lane in enumerate(state[2]):
+            sent, credited, released = lane[:3]
+            if credited < min(sent, released + self.slots):
+                credit = (*lane[:4], (credited,), lane[5])
+                yield state[0], state[1], _replaced(state[2], index, self.deliver_credit(credit))
+        yield from super().successors(state)
+
+    def ends(self, lane):
+        source, sink = super().ends(lane)
+        return _Landing(source, lane[0] % self.landing), _Landing(sink, lane[2] % self.landing)
+
+    def receive(self, lane, microbatch, part):
+        after = super().receive(lane, microbatch, part)
+        return after and (*after[:4], (), after[5])  # no credit travels but by the receive
+
+
+class _Landing:
+    """An end of a lane of which a message lands in another slot than its header."""
+
+    def __init__(self, end, slot):
+        self.__dict__.update(end=end, slot=slot)
+
+    def __getattr__(self, name):
+        return getattr(self.end, name)
 
 
 def _replaced(values, index, value):

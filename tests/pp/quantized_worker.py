@@ -1,6 +1,7 @@
 """
-Ranks of `test_quantized_pipelines.py`: `python quantized_worker.py OUT CASE...` trains adapters on a policy that bitsandbytes
-has quantised, without a pipeline, with the whole policy on both ranks, and with parts of it, and saves what each rank saw.
+Ranks of `test_quantized_pipelines.py`: `python quantized_worker.py OUT CASE...` trains adapters on a policy that
+bitsandbytes has quantised, without a pipeline, with the whole policy on both ranks, and with parts of it, and saves
+what each rank saw.
 """
 
 import sys

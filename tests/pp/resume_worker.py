@@ -1,12 +1,13 @@
 """
 Ranks of `test_pp_resume.py`: `python resume_worker.py OUT WORLD_SIZE PAIRS` trains under the first size of each pair
-(`2-1,1-2p`: ranks per pipeline, 1 for none, a `p` if no rank has the whole policy, a `z` before it if ranks share the state of
-the optimizer), saving on the way, and continues from there under the second.
+(`2-1,1-2p`: ranks per pipeline, 1 for none, a `p` if no rank has the whole policy, a `z` before it if ranks share the
+state of the optimizer), saving on the way, and continues from there under the second.
 """
 
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from forked_ranks import fork_ranks
@@ -35,14 +36,15 @@ class Momentum:
     def get_optimizer_cls_and_kwargs(args, model=None):
         return torch.optim.SGD, dict(MOMENTUM)
 
-    def _load_draft(self, state):
-        self.draft_trainer.optimizer = torch.optim.SGD(self.draft_trainer.parameters, **MOMENTUM)
-        super()._load_draft(state)
-
     def _start_draft(self):
-        CoDraftGRPOTrainer._start_draft(self)
-        if self.state.global_step == 0:
+        start = self.learner.start
+
+        def start_with_momentum(resumes):
+            start(resumes)
             self.draft_trainer.optimizer = torch.optim.SGD(self.draft_trainer.parameters, **MOMENTUM)
+
+        with mock.patch.object(self.learner, "start", start_with_momentum):
+            CoDraftGRPOTrainer._start_draft(self)
 
 
 class PlainMomentum(Momentum, ShardedTrainer):

@@ -1,8 +1,10 @@
 """
-Ranks of `test_stages.py`: `python stage_worker.py FOLDER` runs what a trainer does with the stages of a policy around its
-forwards and backwards, and each rank compares with the whole policy in its own process.
+Ranks of `test_stages.py`: `python stage_worker.py FOLDER` checks every claim of this file on all ranks, each against
+the whole policy in its own process: what a trainer does with stages around its forwards and backwards.
 """
 
+import math
+import re
 import sys
 import time
 import zlib
@@ -11,22 +13,24 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from forked import fork_ranks
+from forked_ranks import watch_ranks
 from peft import LoraConfig, inject_adapter_in_model
 from pipeline_worker import CASES as PIPELINES
 from pipeline_worker import LAYERS_4, inputs_of, ragged_microbatches, score
 from tiny import BALANCED_EXPERTS, tiny_policy
 from transformers import AutoModelForCausalLM
 
+from trl_codraft.group.mesh import RankMesh
+from trl_codraft.pp.padding import pad_microbatches
 from trl_codraft.pp.pipeline import Pipeline
-from trl_codraft.pp.rows import pad_microbatches
 from trl_codraft.pp.stages.checkpoint import load_optimizer, save_optimizer, save_policy
 from trl_codraft.pp.stages.gradients import average_gradients, clip_grad_norm, reduce_gradients
-from trl_codraft.pp.stages.loading import align_parts
 from trl_codraft.pp.stages.replica import PolicyReplica
 from trl_codraft.pp.stages.split import keep_stages, split_policy
+from trl_codraft.pp.stages.weights import align_stage_weights
 
 
 def policy_of(model_type="llama", **overrides):
@@ -65,22 +69,21 @@ def worst_difference(stages, whole):
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
 
 
-def gradients(rank, world_size, num_ranks, layers):
-    """
-    `world_size / num_ranks` pipelines with four microbatches in all, against one process that takes the mean over them:
-    gradients, norms, clipped gradients.
-    """
-    replicas = world_size // num_ranks
-    own, place = divmod(rank, num_ranks)
-    members = [dist.new_group([row * num_ranks + i for i in range(num_ranks)]) for row in range(replicas)]
-    holders = [dist.new_group([row * num_ranks + i for row in range(replicas)]) for i in range(num_ranks)]
-    pipeline_group, holder_group = members[own], holders[place]
-    stages = stages_of(place, num_ranks, layers)
+def pipeline_of(rank, world_size, num_ranks, layers):
+    """The stages of this rank in one of `world_size / num_ranks` pipelines, the number of that, and its process groups."""
+    mesh = RankMesh(world_size, num_ranks)
+    groups, place = mesh.new_groups(timedelta(seconds=60)), mesh.place_of(rank)
+    return stages_of(place.pp, num_ranks, layers), place.dp, groups
+
+
+def gradients_and_their_norm_are_those_of_one_process(rank, world_size, folder, num_ranks, layers):
+    """Of the mean over four microbatches, shared out over pipelines; reduced, clipped, and not clipped."""
+    stages, own, groups = pipeline_of(rank, world_size, num_ranks, layers)
     schedule = "1F1B" if len(stages) == 1 else "Interleaved1F1B"
     settings = {"hidden_size": 32, "dtype": torch.float32, "device": torch.device("cpu"), "schedule": schedule}
-    pipeline = Pipeline(stages, pipeline_group, **settings)
+    pipeline = Pipeline(stages, groups.pipeline, **settings)
     batches = padded_rows()
-    share = len(batches) // replicas
+    share = len(batches) * num_ranks // world_size
     mine = batches[own * share : (own + 1) * share]
     # A rank has `accumulation` microbatches of its own, each with a loss divided by that, as in a plain run.
     accumulation = len(batches) // world_size
@@ -88,29 +91,40 @@ def gradients(rank, world_size, num_ranks, layers):
         [inputs_of(rows) for rows in mine],
         lambda number, output: loss_of(mine[number])(output) / num_ranks / accumulation,
     )
-    reduce_gradients(stages, pipeline_group, holder_group)
+    reduce_gradients(stages, groups.pipeline, groups.holders)
     whole = policy_of()
     whole_backward(whole, batches, len(batches))
-    result = {"reduced": worst_difference(stages, whole)}
-    norm = clip_grad_norm(stages, 0.5, pipeline_group)
+    assert worst_difference(stages, whole) <= 1e-6
+    norm = clip_grad_norm(stages, 0.5, groups.pipeline)
     expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-    result["norm"], result["norm ratio"] = norm.item(), (norm / expected).item()
-    result["clipped"] = worst_difference(stages, whole)
-    again = clip_grad_norm(stages, 10.0, pipeline_group)
-    result["clipped norm"] = again.item()
-    result["unclipped"] = worst_difference(stages, whole)
-    result["not finite"] = []
-    for value in (torch.inf, torch.nan):
-        if place == num_ranks - 1:  # of one stage only
+    assert norm > 0.5
+    assert abs(norm / expected - 1) <= 1e-6
+    norms = [torch.zeros_like(norm) for _ in range(world_size)]
+    dist.all_gather(norms, norm)
+    assert all(torch.equal(other, norm) for other in norms)
+    assert worst_difference(stages, whole) <= 1e-6
+    assert abs(clip_grad_norm(stages, 10.0, groups.pipeline) - 0.5) <= 1e-5
+    assert worst_difference(stages, whole) <= 1e-6
+
+
+def a_norm_that_is_not_finite_on_one_stage_is_so_on_all(rank, world_size, folder, num_ranks, layers):
+    stages, _, groups = pipeline_of(rank, world_size, num_ranks, layers)
+    for value, is_so in ((torch.inf, math.isinf), (torch.nan, math.isnan)):
+        for stage in stages:
+            for _, parameter in stage.named_own_parameters():
+                parameter.grad = torch.ones_like(parameter)
+        if stages[-1].is_last:
             list(stages[-1].named_own_parameters())[-1][1].grad[0] = value
-        result["not finite"].append(clip_grad_norm(stages, 0.5, pipeline_group).item())
-    # Missing on one rank: zero there. Missing on all: stays so.
+        assert is_so(clip_grad_norm(stages, 0.5, groups.pipeline))
+
+
+def a_gradient_that_is_missing_counts_as_zero_unless_all_lack_it(rank, world_size, folder):
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     if rank == 0:
         first.grad = torch.full((2,), 6.0)
     average_gradients([first, second], dist.group.WORLD)
-    result["missing"] = [first.grad.tolist(), second.grad]
-    return result
+    assert first.grad.tolist() == [6.0 / world_size] * 2
+    assert second.grad is None
 
 
 def disturbed(policy, seed, trained=lambda name: True):
@@ -137,68 +151,69 @@ def same(policy, expected):
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-def replicas(rank, world_size, layers, adapters=False, **overrides):
-    """A replica after assembly and two refreshes, against the whole policy."""
+def a_replica_is_the_whole_policy_and_generates_the_same_tokens(
+    rank, world_size, folder, layers, adapters=False, **overrides
+):
+    """After its assembly and two refreshes. A replica without the stages' adapters is refused on all ranks."""
     stages, trained = stages_of(rank, world_size, layers, **overrides), lambda name: True
-    make = partial(policy_of, **overrides)
-    whole = None
+    make, whole = partial(policy_of, **overrides), None
     if adapters:
         make, trained = (lambda: with_adapters(policy_of())), lambda name: "lora_" in name
         for stage in stages:
             with_adapters(stage.policy)
         whole = disturbed(with_adapters(policy_of()), 99)
-    expected = make()
-    for model in (*(stage.policy for stage in stages), expected):
-        disturbed(model, 1)
-    result = {"refused": "", "equal": [], "tokens": [], "sent": []}
-    if adapters:
-        try:
+        with pytest.raises(ValueError, match=r"lora_A.default.weight.*same class, config and adapters"):
             PolicyReplica(stages, dist.group.WORLD)
-        except ValueError as error:
-            result["refused"] = str(error)
+    expected = make()
+    models = [*(stage.policy for stage in stages), expected]
+    for model in models:
+        disturbed(model, 1)
     state = torch.get_rng_state()
     replica = PolicyReplica(stages, dist.group.WORLD, whole)
-    result["random state kept"] = torch.equal(state, torch.get_rng_state())
+    assert torch.equal(state, torch.get_rng_state())
     places = {name: value.data_ptr() for name, value in replica.model.state_dict().items()}
+    num_trained = sum(trained(name) for name, _ in expected.named_parameters())
     ids = torch.tensor([[0, 0, 5, 17, 33], [9, 41, 60, 88, 12]])
-    prompts = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    prompts = {"input_ids": ids, "attention_mask": (ids > 0).long(), "do_sample": False}
+    generated = []
     for step in range(3):
         if step:
-            for model in (*(stage.policy for stage in stages), expected):
+            for model in models:
                 disturbed(model, step + 1, trained)
             with mock.patch.object(dist, "broadcast", side_effect=dist.broadcast) as broadcast:
                 replica.refresh()
-            result["sent"].append(broadcast.call_count)
-        result["equal"].append(same(replica.model, expected))
-        generated, wanted = (
-            model.generate(**prompts, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+            # Frozen tensors are sent once, when the replica is made.
+            assert broadcast.call_count == num_trained
+        assert same(replica.model, expected)
+        ours, wanted = (
+            model.generate(**prompts, max_new_tokens=8, min_new_tokens=8).tolist()
             for model in (replica.model, expected.eval())
         )
-        result["tokens"].append((generated.tolist(), wanted.tolist()))
-    result["trained"] = sum(trained(name) for name, _ in expected.named_parameters())
-    result["in place"] = places == {name: value.data_ptr() for name, value in replica.model.state_dict().items()}
-    result["tied"] = replica.model.lm_head.weight is replica.model.model.embed_tokens.weight
-    result["gradients"] = any(parameter.requires_grad for parameter in replica.model.parameters())
-    return result
+        assert ours == wanted
+        generated.append(str(ours))
+    # The refreshes change the tokens, or the comparison would say little.
+    assert len(set(generated)) > 1
+    assert places == {name: value.data_ptr() for name, value in replica.model.state_dict().items()}
+    assert replica.model.lm_head.weight is replica.model.model.embed_tokens.weight
+    assert not any(parameter.requires_grad for parameter in replica.model.parameters())
 
 
-def aligned(rank, world_size):
-    """Parts of two pipelines of two stages, the weights of each rank moved by another amount before they are aligned."""
-    row, place = divmod(rank, 2)
-    pipelines, holders = (
-        [dist.new_group(ranks) for ranks in groups] for groups in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
-    )
+def weights_of_the_first_rank_that_holds_a_stage_count(rank, world_size, folder):
+    """Two pipelines of two stages, the weights of each rank moved by another amount before they are aligned."""
+    mesh = RankMesh(world_size, 2)
+    groups, place = mesh.new_groups(timedelta(seconds=60)), mesh.place_of(rank).pp
     policy, whole = (policy_of(tie_word_embeddings=False) for _ in range(2))
     keep_stages(policy, (2, 2), (place,), embedding=True)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter += rank
-    align_parts(policy, pipelines[row], holders[place], embedding=True)
+    align_stage_weights(policy, groups.pipeline, groups.holders, embedding=True)
     expected, moved_by = dict(whole.named_parameters()), {"model.embed_tokens.weight": 0}
-    return {
-        name: torch.equal(parameter, expected[name] + moved_by.get(name, place))
-        for name, parameter in policy.named_parameters()
-    }
+    names = [name for name, _ in policy.named_parameters()]
+    assert "model.embed_tokens.weight" in names
+    assert len(names) > 18
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter, expected[name] + moved_by.get(name, place)), name
 
 
 def optimizer_of(policies, lr=0.01):
@@ -220,94 +235,125 @@ def optimizer_step(policies, optimizer, step):
         group["lr"] *= 0.7
 
 
-def message_of(error, act):
-    start = time.monotonic()
-    try:
-        act()
-    except error as raised:
-        return str(raised), time.monotonic() - start
-    return "", time.monotonic() - start
-
-
-def checkpoints(rank, world_size, folder):
-    """Saved under two stages after two steps, loaded under one, four and two times two, and compared after a third."""
-    short = timedelta(seconds=2)
-    groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 4: dist.new_group([0, 1, 2, 3])}
-    alone = [dist.new_group([0, 1], backend="gloo", timeout=short) for _ in range(2)]
-    whole = policy_of()
+def saved_after_two_steps(rank, folder):
+    """Policy and optimizer of two stages in a folder of an earlier save; the whole policy and its optimizer."""
+    whole, two = policy_of(), dist.new_group([0, 1])
     optimizer = optimizer_of([whole])
-    for step in range(2):
-        optimizer_step([whole], optimizer, step)
     if rank == 0:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").write_text("of an earlier save")
         (folder / "optimizer-00003-of-00003.pt").write_text("of an earlier save")
     dist.barrier()
-    if rank < 2:
-        stages = stages_of(rank, 2, (2, 2))
-        policies = [stage.policy for stage in stages]
-        own = optimizer_of(policies)
-        for step in range(2):
+    stages = stages_of(rank, 2, (2, 2)) if rank < 2 else []
+    policies = [stage.policy for stage in stages]
+    own = optimizer_of(policies) if stages else None
+    for step in range(2):
+        optimizer_step([whole], optimizer, step)
+        if stages:
             optimizer_step(policies, own, step)
-        save_policy(stages, folder, groups[2])
-        save_optimizer(own, stages, folder, groups[2])
+    if stages:
+        save_policy(stages, folder, two)
+        save_optimizer(own, stages, folder, two)
     dist.barrier()
+    return stages, own, two, whole, optimizer
+
+
+def a_checkpoint_of_two_stages_loads_as_a_whole_policy(rank, world_size, folder):
+    *_, whole, _ = saved_after_two_steps(rank, folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "optimizer-00001-of-00002.pt",
+        "optimizer-00002-of-00002.pt",
+    ]
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    result = {"files": sorted(path.name for path in folder.iterdir()), "weights": same(loaded, whole)}
-    result["tied"] = loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    result["config"] = (loaded.config.architectures, str(loaded.dtype), loaded.config.num_hidden_layers)
+    assert same(loaded, whole)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert (loaded.dtype, loaded.config.num_hidden_layers) == (torch.float32, 4)
+
+
+def a_run_resumes_under_another_number_of_stages_to_the_same_step(rank, world_size, folder):
+    """One stage, four stages, and four stages on two ranks; each is saved and loaded again."""
+    *_, whole, optimizer = saved_after_two_steps(rank, folder)
     optimizer_step([whole], optimizer, 2)
-    result["resumed"] = {}
+    expected = dict(whole.named_parameters())
     for num_ranks, layers in ((1, (4,)), (4, LAYERS_4), (2, LAYERS_4)):
-        if rank < num_ranks:
-            numbers = range(rank, len(layers), num_ranks)
-            stages = [
-                split_policy(AutoModelForCausalLM.from_pretrained(folder), layers, number, score) for number in numbers
-            ]
-            policies = [stage.policy for stage in stages]
-            own = optimizer_of(policies, lr=1.0)
-            load_optimizer(own, stages, folder)
-            optimizer_step(policies, own, 2)
-            expected = dict(whole.named_parameters())
-            got = [pair for policy in policies for pair in policy.named_parameters()]
-            equal = all(torch.equal(parameter, expected[name]) for name, parameter in got)
-            again = folder.parent / f"again-{num_ranks}"
-            save_policy(stages, again, groups[num_ranks])
-            saved_again = same(AutoModelForCausalLM.from_pretrained(again), whole)
-            result["resumed"][num_ranks] = len(got) > 0 and equal and saved_again
-    if rank < 2:
-        # Each of the two alone, in a group of its own.
-        result["alone"] = message_of(RuntimeError, lambda: save_policy(stages, folder, alone[rank], timeout=1.0))
-        adapted = [split_policy(policy_of(), (2, 2), rank)]
-        with_adapters(adapted[0].policy)
-        result["adapters"] = message_of(ValueError, lambda: save_policy(adapted, folder / "adapted", groups[2]))[0]
-        result["other parameters"] = message_of(ValueError, lambda: load_optimizer(own, adapted, folder))[0]
+        group = dist.new_group(list(range(num_ranks)))
+        if rank >= num_ranks:
+            continue
+        stages = [
+            split_policy(AutoModelForCausalLM.from_pretrained(folder), layers, number, score)
+            for number in range(rank, len(layers), num_ranks)
+        ]
+        policies = [stage.policy for stage in stages]
+        own = optimizer_of(policies, lr=1.0)
+        load_optimizer(own, stages, folder)
+        optimizer_step(policies, own, 2)
+        got = [pair for policy in policies for pair in policy.named_parameters()]
+        assert got
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in got)
+        again = folder.parent / f"again-{num_ranks}"
+        save_policy(stages, again, group)
+        assert same(AutoModelForCausalLM.from_pretrained(again), whole)
+
+
+def saving_on_one_rank_only_is_an_error_soon(rank, world_size, folder):
+    alone = [dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=2)) for _ in range(2)]
+    message = f"`save_policy` was called on rank {rank} of a pipeline, but not all of its 2 ranks came"
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        save_policy(stages_of(rank, 2, (2, 2)), folder, alone[rank], timeout=1.0)
+    assert time.monotonic() - start < 20
+
+
+def checkpoints_refuse_by_name(rank, world_size, folder):
+    stages, own, two, *_ = saved_after_two_steps(rank, folder)
+    adapted = [split_policy(policy_of(), (2, 2), rank)]
+    with_adapters(adapted[0].policy)
+    with pytest.raises(ValueError, match="The stages together are not a LlamaForCausalLM.*with adapters"):
+        save_policy(adapted, folder / "adapted", two)
+    with pytest.raises(ValueError, match="not in the stages of this rank"):
+        load_optimizer(own, adapted, folder)
     dist.barrier()
     if rank == 0:
         (folder / "optimizer-00001-of-00002.pt").unlink()
-        result["missing file"] = message_of(ValueError, lambda: load_optimizer(own, stages, folder))[0]
-    return result
+        with pytest.raises(ValueError, match="does not hold the optimizer files of all stages"):
+            load_optimizer(own, stages, folder)
 
 
-REPLICAS = {
-    "replica, 2 ranks": (2, {"layers": (2, 2)}),
-    "replica, interleaved, adapters": (2, {"layers": LAYERS_4, "adapters": True}),
-    "replica, buffers": (2, {"layers": (2, 2), "model_type": "glm4_moe", **BALANCED_EXPERTS}),
-}
-RUNS = {
-    "2 x 2 ranks": (4, 2, (2, 2)),
-    "4 ranks": (4, 4, LAYERS_4),
-    "2 ranks, interleaved": (2, 2, LAYERS_4),
-}
+# Ranks in all; ranks of a pipeline, layers of stages.
+PIPELINE_SIZES = [
+    (4, {"num_ranks": 2, "layers": (2, 2)}),
+    (4, {"num_ranks": 4, "layers": LAYERS_4}),
+    (2, {"num_ranks": 2, "layers": LAYERS_4}),
+]
+REPLICAS = [
+    {"layers": (2, 2)},
+    {"layers": LAYERS_4, "adapters": True},
+    {"layers": (2, 2), "model_type": "glm4_moe", **BALANCED_EXPERTS},
+]
+# Ranks, function, further arguments.
+CLAIMS = [
+    (4, a_gradient_that_is_missing_counts_as_zero_unless_all_lack_it, {}),
+    (4, weights_of_the_first_rank_that_holds_a_stage_count, {}),
+    (4, a_checkpoint_of_two_stages_loads_as_a_whole_policy, {}),
+    (4, a_run_resumes_under_another_number_of_stages_to_the_same_step, {}),
+    (2, saving_on_one_rank_only_is_an_error_soon, {}),
+    (2, checkpoints_refuse_by_name, {}),
+    *((2, a_replica_is_the_whole_policy_and_generates_the_same_tokens, settings) for settings in REPLICAS),
+    *((ranks, gradients_and_their_norm_are_those_of_one_process, sizes) for ranks, sizes in PIPELINE_SIZES),
+    *((ranks, a_norm_that_is_not_finite_on_one_stage_is_so_on_all, sizes) for ranks, sizes in PIPELINE_SIZES),
+]
+
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    outcomes = {
-        name: fork_ranks(gradients, size, folder / f"gradients-{number}", *arguments)
-        for number, (name, (size, *arguments)) in enumerate(RUNS.items())
-    }
-    for number, (name, (size, settings)) in enumerate(REPLICAS.items()):
-        outcomes[name] = fork_ranks(partial(replicas, **settings), size, folder / f"replicas-{number}")
-    outcomes["aligned"] = fork_ranks(aligned, 4, folder / "aligned")
-    outcomes["checkpoints"] = fork_ranks(checkpoints, 4, folder / "checkpoints", folder / "saved")
+    outcomes = [
+        watch_ranks(partial(claim, **settings), ranks, folder / str(number), folder / str(number) / "saved")
+        for number, (ranks, claim, settings) in enumerate(CLAIMS)
+    ]
     torch.save(outcomes, folder / "outcomes.pt")

@@ -1,6 +1,7 @@
 """
-Ranks of `test_tap_faults.py`: `python tap_fault_worker.py FOLDER` lets one of three ranks do something wrong, fault after
-fault, on each transport. Stages 0 and 1 are sources, stage 2 is the draft's; the culprit is rank 0 unless the fault's name says so.
+Ranks of `test_tap_faults.py`: `python tap_fault_worker.py FOLDER` lets one of three ranks do something wrong, fault
+after fault, over the transports. Stages 0 and 1 are sources, stage 2 is the draft's; the culprit is rank 0 unless the
+fault's name says so.
 """
 
 import os
@@ -8,20 +9,17 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from channel_cases import TRANSPORTS as OF_THE_HOST
 from channel_cases import make_channel, mixed_plan, require_values, run_step
-from forked import fork_ranks, side_by_side
+from forked_ranks import side_by_side, watch_ranks
 
+from trl_codraft.pp import Tap
 from trl_codraft.pp.taps.message import HEADER_BYTES
-from trl_codraft.pp.taps.plan import Tap
 
 
-TRANSPORTS = (*OF_THE_HOST, "CUDA")
 TIMEOUT = 3.0
 NUM_RANKS, NUM_MICROBATCHES = 3, 5
 SHAPES = [(2, 3), (2, 5), (1, 4), (2, 7), (3, 3)]
@@ -33,36 +31,24 @@ def plan_of(**overrides):
 
 
 class Sender:
-    """Sends what a transport would, but as a fault wants it."""
+    """Sends over gloo what a transport would, but as a fault wants it."""
 
     def __init__(self, transport):
-        self.transport = transport
-        self.original = transport.publish
-        self.held = None
+        self.gloo = getattr(transport, "inner", transport)
+        self.original = self.gloo.publish
 
     def raw(self, stage, content):
         """Any bytes instead of a message."""
-        if hasattr(self.transport, "_sockets"):
-            self.transport._sockets[self.transport._peer_of_stage[stage]].send(content)
-        else:
-            end = self.transport._sources[stage]
-            end.pending.append(end.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), end.tag))
-
-    def again(self, stage, header):
-        """The last message once more."""
-        if hasattr(self.transport, "_sockets"):
-            return self.raw(stage, header.pack())
-        end = self.transport._sources[stage]
-        last = end.buffers[header.slot, : HEADER_BYTES + header.num_bytes]
-        end.pending.append(end.send(last.clone(), end.tag))
-        return None
+        end = self.gloo._sources[stage]
+        end.pending.append(end.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), end.tag))
 
     def dropped(self, stage, header):
-        self.transport._sources[stage].publish() if hasattr(self.transport, "_sockets") else None
+        pass
 
     def duplicated(self, stage, header):
+        end, slot = self.gloo._sources[stage], self.gloo._sources[stage].counter.slot
         self.original(stage, header)
-        self.again(stage, header)
+        end.pending.append(end.send(end.buffers[slot, : HEADER_BYTES + end.reserved].clone(), end.tag))
 
     def reordered(self, stage, header):
         self.original(stage, replace(header, sequence=header.sequence + 1, microbatch=header.microbatch + 1))
@@ -83,12 +69,12 @@ def faulty_channel(rank, group, transport, fault, culprit=0):
         sender = Sender(channel.transport)
 
         def publish(stage, header):
-            if header.microbatch == FAULTY_MICROBATCH and channel.epoch == 2:
+            if header.microbatch == FAULTY_MICROBATCH and header.epoch == 2:
                 getattr(sender, fault)(stage, header)
             else:
                 sender.original(stage, header)
 
-        channel.transport.publish = publish
+        sender.gloo.publish = publish
     return channel
 
 
@@ -173,6 +159,8 @@ FAULTS = {
     "never joins": never_joins,
 }
 
+# Faults over each transport. Through pinned memory the messages are gloo's own.
+OVER = {"gloo": FAULTS, "symmetric": FAULTS, "pinned": ("killed source", "killed sink (rank 2)")}
 # Ranks that sleep for longer than the test may take.
 STALLED = {"stalled source": 0, "stalled sink (rank 2)": 2, "never joins": 0}
 
@@ -184,10 +172,12 @@ def run_rank(rank, world_size, transport, fault):
 
 def run_fault(transport, fault):
     place, stalled = folder / transport / fault, STALLED.get(fault)
-    return fork_ranks(run_rank, NUM_RANKS, place, transport, fault, timeout=60, stalled=stalled)
+    os.environ["CASE_FOLDER"] = str(place)
+    return watch_ranks(run_rank, NUM_RANKS, place, transport, fault, timeout=60, stalled=stalled)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    runs = sorted(product(TRANSPORTS, sys.argv[2:] or FAULTS), key=lambda run: run[1] not in STALLED)
+    runs = [(transport, fault) for transport, faults in OVER.items() for fault in faults]
+    runs.sort(key=lambda run: run[1] not in STALLED)
     torch.save(side_by_side(run_fault, runs), folder / "outcomes.pt")

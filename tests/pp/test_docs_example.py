@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from group.forked_ranks import TESTS, run_script
+from forked_ranks import TESTS, run_script
 
 
-GIVEN = 'TapChannel(plan, rank, SharedMemoryTransport(dist.new_group(backend="gloo")), timeout=60.0)'
+GIVEN = 'TapChannel(plan, rank, GlooTransport(dist.new_group(backend="gloo")), timeout=60.0)'
 FOUND = 'open_channel(plan, rank, dist.new_group(backend="gloo"), timeout=60.0, device="cpu")'
 
 
@@ -16,9 +16,7 @@ def test_example_of_the_tap_channel_runs(channel, tmp_path):
     section = (TESTS.parent / "docs" / "parallelism.md").read_text().split("## TapChannel")[1]
     example = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     assert GIVEN in example
-    example = example.replace(GIVEN, channel).replace(
-        "import SharedMemoryTransport", "import open_channel, SharedMemoryTransport"
-    )
+    example = example.replace(GIVEN, channel).replace("pp import", "pp import open_channel,")
     (tmp_path / "example.py").write_text(example)
     first, last = run_script("example_worker.py", tmp_path, tmp_path / "example.py", timeout=200, folder="pp")
     assert first["taps"] is None

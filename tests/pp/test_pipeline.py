@@ -4,90 +4,42 @@ import re
 
 import pytest
 import torch
-from forked import run_script, succeeded
+from forked_ranks import run_script, succeeded
 from pipeline_worker import ARCHITECTURES, CASES, USUAL, ragged_microbatches
 from tiny import tiny_policy
 
-from trl_codraft.pp.rows import Rows, pad_microbatches
+from trl_codraft.pp.padding import PaddedMicrobatch, pad_microbatches
 from trl_codraft.pp.stages.split import split_policy, verify_split
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_script("pipeline_worker.py", tmp_path_factory.mktemp("pipeline"), "usual", timeout=280)
+    return run_script("pipeline_worker.py", tmp_path_factory.mktemp("pipeline"), "usual", timeout=280, folder="pp")
 
 
 @pytest.fixture(scope="module")
 def other_outcomes(tmp_path_factory):
-    return run_script("pipeline_worker.py", tmp_path_factory.mktemp("pipeline"), "others", timeout=900)
+    return run_script("pipeline_worker.py", tmp_path_factory.mktemp("pipeline"), "others", timeout=900, folder="pp")
 
 
 @pytest.mark.parametrize("case", USUAL)
-def test_pipeline_equals_one_process(outcomes, case):
-    require_equality(outcomes, case)
+def test_taps_losses_gradients_and_names_are_those_of_one_process(outcomes, case):
+    assert succeeded(outcomes[case]) == [None] * CASES[case].num_ranks
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in USUAL])
-def test_other_pipelines_equal_one_process(other_outcomes, case):
-    require_equality(other_outcomes, case)
-
-
-def require_equality(outcomes, case):
-    results = succeeded(outcomes[case])
-    settings = CASES[case]
-    last = results[(len(settings.layers) - 1) % settings.num_ranks]
-    # Steps of other shapes, an evaluation of two microbatches before each.
-    assert len(last["taps"]) == settings.steps * settings.microbatches * len(settings.taps)
-    assert all(last["taps"])
-    assert last["evaluations"] == [True] * 2 * settings.steps
-    assert last["taps without gradients"] == [True] * (settings.microbatches + 1)
-    assert len(last["losses"]) == settings.steps * settings.microbatches
-    assert max(last["losses"]) <= 1e-6
-    assert max(result["gradients"] for result in results) <= 1e-6
-    for result in results:
-        for sent, formula in result["bytes"]:
-            assert sent == formula
-    assert sum(sent for result in results for sent, _ in result["bytes"]) > 0
+def test_the_same_of_other_pipelines(other_outcomes, case):
+    assert succeeded(other_outcomes[case]) == [None] * CASES[case].num_ranks
 
 
 def test_draft_gradients_equal_one_process(outcomes):
-    _, gradients = succeeded(outcomes["draft"])
-    assert len(gradients) > 8
-    for difference, largest in gradients:
-        assert largest > 0
-        assert difference <= 1e-6 * max(1.0, largest)
+    succeeded(outcomes["draft"])
 
 
-@pytest.mark.parametrize("case", ["1F1B, 2 ranks", "interleaved", "gemma2"])
-def test_names_of_all_stages_together_are_those_of_the_policy(outcomes, case):
-    results = succeeded(outcomes[case])
-    assert sorted(set().union(*(result["names"] for result in results))) == results[0]["all_names"]
-
-
-def test_pipeline_refuses_by_name_and_goes_on(outcomes):
-    for rank, (messages, kept, _, gradients) in enumerate(succeeded(outcomes["without channel"])):
-        expected = [
-            "one shape, but number 3 has",
-            "at least as many microbatches as stages, got 1",
-            "`position_ids` of shape (1, 64) needs 3 rows",
-            "'ZBVZeroBubble' is not supported",
-            "at least twice as many",
-            f"Rank {rank} of 2 was given the stages [{1 - rank}]",
-        ]
-        assert len(messages) == len(expected)
-        for message, text in zip(messages, expected, strict=True):
-            assert text in message
-        # Nothing is kept after an exception, and three shapes at most.
-        assert kept[0] == 0
-        assert max(kept) == 3
-        assert gradients <= 1e-6
-
-
-def test_no_output_of_a_stage_is_kept_after_a_step_or_a_forward(outcomes):
-    for _, _, alive, _ in succeeded(outcomes["without channel"]):
-        assert alive == [0, 0]
+def test_pipeline_refuses_by_name_goes_on_and_keeps_no_output_and_few_shapes(outcomes):
+    succeeded(outcomes["without channel"])
 
 
 @pytest.mark.parametrize("fault", ["killed", "broken"])
@@ -152,7 +104,7 @@ def test_layers_that_do_not_add_up_are_refused(layers):
 
 def test_padding_keeps_rows_and_rounds_columns_up():
     batches = [*ragged_microbatches(CASES["1F1B, 2 ranks"], 0)[:2]]
-    batches.append(Rows(torch.full((1, 5), 7), torch.ones(1, 5, dtype=torch.long), 4))
+    batches.append(PaddedMicrobatch(torch.full((1, 5), 7), torch.ones(1, 5, dtype=torch.long), 4))
     padded = pad_microbatches(batches, bucket=16, pad_token_id=9)
     assert len({(rows.input_ids.shape, rows.attention_mask.shape, rows.completion_length) for rows in padded}) == 1
     assert padded[0].input_ids.shape[1] % 16 == 0

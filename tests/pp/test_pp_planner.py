@@ -7,14 +7,27 @@ import torch
 from modeling.draft_cases import draft_case
 from tiny import tiny_policy
 
-from trl_codraft.pp.memory import PlanUnavailable, bubble_share, draft_memory, plan_memory, saved_by_layer
-from trl_codraft.pp.order import BACKWARD_TIME, FORWARD_TIME, action_ends, schedule_order
+from trl_codraft.pp.memory import Holdings, PlanUnavailable, draft_memory, plan_memory, saved_by_layer
+from trl_codraft.pp.order import BACKWARD_TIME, FORWARD_TIME, action_ends
+from trl_codraft.pp.shape import PipelineShape
 from trl_codraft.pp.stages.split import split_policy
 from trl_codraft.pp.taps.plan import TapPlan
 
 
 ROWS, COLUMNS = 2, 24
-SIZES = {"num_microbatches": 4, "rows": ROWS, "columns": COLUMNS}
+
+
+def planned(policy, layers=(3, 1), *, num_ranks=2, schedule="1F1B", tap_layers=(), checkpointing=False, **held):
+    """The plan of a step of 4 microbatches; `held` are fields of `Holdings`."""
+    return plan_memory(
+        policy,
+        PipelineShape(layers, num_ranks, 4, schedule),
+        rows=ROWS,
+        columns=COLUMNS,
+        tap_layers=tap_layers,
+        gradient_checkpointing=checkpointing,
+        holdings=Holdings(**held),
+    )
 
 
 def saved_bytes(policy, act):
@@ -38,7 +51,7 @@ def test_weights_and_optimizer_are_those_of_the_stages(layers, num_ranks, tied):
     policy = tiny_policy("llama", tie_word_embeddings=tied)
     policy.model.layers[1].requires_grad_(False)
     schedule = "Interleaved1F1B" if len(layers) > num_ranks else "1F1B"
-    plan = plan_memory(policy, layers, num_ranks=num_ranks, schedule=schedule, **SIZES)
+    plan = planned(policy, layers, num_ranks=num_ranks, schedule=schedule)
     for rank, memory in enumerate(plan.ranks):
         weights = gradients = states = 0
         for number in range(rank, len(layers), num_ranks):
@@ -77,18 +90,18 @@ def test_activations_follow_the_microbatches_under_way():
     hidden, logits = ROWS * COLUMNS * 32 * 4, ROWS * COLUMNS * 104 * 4
     travelling = 4 * hidden
     for schedule, under_way in (("1F1B", (2, 1)), ("GPipe", (4, 4))):
-        plan = plan_memory(policy, (3, 1), num_ranks=2, schedule=schedule, **SIZES)
+        plan = planned(policy, schedule=schedule)
         first, last = (memory.activations - travelling for memory in plan.ranks)
         assert first == under_way[0] * (3 * layer + shared)
         assert last == under_way[1] * (layer + shared + logits)
-    plan = plan_memory(policy, (3, 1), num_ranks=2, gradient_checkpointing=True, **SIZES)
+    plan = planned(policy, checkpointing=True)
     assert plan.ranks[0].activations - travelling == 2 * (3 * hidden + shared) + layer
 
 
 def test_taps_draft_and_replica_lie_where_they_are_used():
     policy = tiny_policy("llama")
-    plan = plan_memory(policy, (2, 2), num_ranks=2, tap_layers=(1, 3, 4), draft_bytes=1000, replica=False, **SIZES)
-    taps = TapPlan.for_layers((1, 3, 4), (2, 2), 32, torch.float32, num_ranks=2, num_microbatches=4)
+    plan = planned(policy, (2, 2), tap_layers=(1, 3, 4), draft_bytes=1000, replica=False)
+    taps = TapPlan.for_layers((1, 3, 4), PipelineShape((2, 2), 2, 4), 32, torch.float32)
     slots, tap = taps.lanes[0].slots, ROWS * COLUMNS * 32 * 4
     # Of each of 4 microbatches three taps and what the teacher reads.
     assert [memory.taps for memory in plan.ranks] == [slots * tap, slots * tap + 4 * (3 + 1) * tap]
@@ -107,24 +120,23 @@ def test_taps_draft_and_replica_lie_where_they_are_used():
     ],
 )
 def test_the_bubble_is_the_wait_of_the_schedule_run_by_its_order(schedule, num_ranks, num_stages, count):
-    order = schedule_order(schedule, num_ranks, num_stages, count)
-    ends = action_ends(order, num_stages, lambda action: BACKWARD_TIME if action.backward else FORWARD_TIME)
+    shape = PipelineShape((1,) * num_stages, num_ranks, count, schedule)
+    ends = action_ends(shape.order, num_stages, lambda action: BACKWARD_TIME if action.backward else FORWARD_TIME)
     busy = count * (num_stages // num_ranks) * (FORWARD_TIME + BACKWARD_TIME)
-    assert bubble_share(num_ranks, count, num_stages // num_ranks) == pytest.approx(1 - busy / max(ends.values()))
+    assert shape.bubble == pytest.approx(1 - busy / max(ends.values()))
 
 
 def test_a_plan_that_does_not_fit_says_what_to_change():
     policy = tiny_policy("llama")
-    sizes = {**SIZES, "num_ranks": 2, "tap_layers": (1, 2)}
-    fits = plan_memory(policy, (2, 2), **sizes)
+    fits = planned(policy, (2, 2), tap_layers=(1, 2))
     largest = max(memory.total for memory in fits.ranks)
-    assert plan_memory(policy, (2, 2), memory=largest, **sizes) == fits
+    fits.require_room(largest)
     with pytest.raises(ValueError, match=r"Rank \d of the pipeline needs .*activations .*gradient_checkpointing=True"):
-        plan_memory(policy, (2, 2), memory=largest - 1, **sizes)
+        fits.require_room(largest - 1)
     with pytest.raises(ValueError, match=re.escape("roll out with a vLLM server")):
-        plan_memory(policy, (2, 2), memory=1, **{**sizes, "rows": 1, "columns": 1})
+        plan_memory(policy, PipelineShape((2, 2), 2, 4), rows=1, columns=1).require_room(1)
     with pytest.raises(ValueError, match=r"largest parts are draft .*draft_shard_optimizer=True"):
-        plan_memory(policy, (2, 2), memory=2**20, draft_bytes=2**20, **sizes)
+        planned(policy, (2, 2), draft_bytes=2**20).require_room(2**20)
     assert re.search(r"bubble 20\.0%", fits.table())
     assert len(fits.table().splitlines()) == 4
 
@@ -132,18 +144,18 @@ def test_a_plan_that_does_not_fit_says_what_to_change():
 def test_a_forward_that_looks_at_values_is_refused_by_name():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(ValueError, match="LlamaForCausalLM saves cannot be counted without running it"):
-        plan_memory(tiny_policy("llama", rope_parameters=rope), (2, 2), num_ranks=2, **SIZES)
+        planned(tiny_policy("llama", rope_parameters=rope))
 
 
 def test_experts_whose_kernel_has_no_fake_form_are_refused_by_name():
     # As of torch 2.13: grouped matrix products of fp32.
     with pytest.raises(PlanUnavailable, match="MixtralForCausalLM saves cannot be counted without running it"):
-        plan_memory(tiny_policy("mixtral"), (2, 2), num_ranks=2, **SIZES)
+        planned(tiny_policy("mixtral"))
 
 
 def test_shared_state_is_divided_by_the_ranks_that_share_it():
     policy = tiny_policy("llama")
-    alone, shared = (plan_memory(policy, (3, 1), num_ranks=2, state_sharers=count, **SIZES) for count in (1, 4))
+    alone, shared = (planned(policy, state_sharers=count) for count in (1, 4))
     for one, four in zip(alone.ranks, shared.ranks, strict=True):
         assert four.optimizer == one.optimizer / 4
         assert four.gradients == one.gradients
@@ -164,12 +176,12 @@ def test_a_draft_takes_what_it_has_after_a_step_and_the_copy_that_rolls_out():
 
 def test_a_reference_policy_counts_as_weights_of_every_rank():
     policy = tiny_policy("llama")
-    alone, beside = (plan_memory(policy, (3, 1), num_ranks=2, reference_bytes=size, **SIZES) for size in (0, 999))
+    alone, beside = (planned(policy, reference_bytes=size) for size in (0, 999))
     assert [rank.weights for rank in beside.ranks] == [rank.weights + 999 for rank in alone.ranks]
     assert [rank.total for rank in beside.ranks] == [rank.total + 999 for rank in alone.ranks]
 
 
 def test_the_table_shows_small_policies_in_a_unit_that_shows_them():
-    table = plan_memory(tiny_policy("llama"), (3, 1), num_ranks=2, **SIZES).table()
+    table = planned(tiny_policy("llama")).table()
     assert "MiB per rank" in table
     assert all(float(row.split()[-1]) > 0 for row in table.splitlines()[1:3])

@@ -14,11 +14,12 @@ from torch import nn
 from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.grpo import join_pipeline as pipeline_group
 from trl_codraft.grpo.agreement import common_settings
-from trl_codraft.grpo.join_context import require_divisible_world
+from trl_codraft.grpo.join_context import mesh_of
 from trl_codraft.grpo.join_pipeline import hidden_dtype, unsupported_in_stages
-from trl_codraft.grpo.pipelined_losses import PipelinedLoss
 from trl_codraft.grpo.pretraining import longest_prompt
-from trl_codraft.grpo.stage_weights import layers_of_stages, policies_in_parts, require_place_for_adapter
+from trl_codraft.grpo.stage_optimizer import StageOptimizer
+from trl_codraft.grpo.stage_weights import layers_of_stages, only_stage_weights, require_place_for_adapter
+from trl_codraft.pp.shape import PipelineShape
 from trl_codraft.pp.stages.view import Shard, StageView, plain_forward
 
 
@@ -183,9 +184,9 @@ def test_layers_that_do_not_add_up_are_refused_with_the_setting_to_change(settin
 def test_the_world_has_to_hold_whole_groups():
     args = SimpleNamespace(world_size=6, pipeline_parallel_size=2, context_parallel_size=2)
     with pytest.raises(ValueError, match="`pipeline_parallel_size=2` and `context_parallel_size=2` with 6 process"):
-        require_divisible_world(args)
+        mesh_of(args)
     args.world_size = 8
-    require_divisible_world(args)
+    assert mesh_of(args).num_replicas == 2
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -305,7 +306,7 @@ def test_ranks_compare_all_settings_that_layers_follow_from():
     assert {f"`{name}`" for name in args.read} <= compared.keys()
 
 
-def test_a_draft_that_is_loaded_counts_as_it_is_whatever_is_asked_of_a_fresh_one(tmp_path):
+def test_a_draft_that_is_loaded_counts_as_it_is_whatever_is_asked_of_a_fresh_one(tmp_path, monkeypatch):
     policy, one_pass = tiny_policy(num_hidden_layers=32), {"gradient_accumulation_steps": 2, "draft_ttt_steps": 1}
     draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(policy.config, num_hidden_layers=4))
     draft.save_pretrained(tmp_path)
@@ -316,7 +317,8 @@ def test_a_draft_that_is_loaded_counts_as_it_is_whatever_is_asked_of_a_fresh_one
         assert layers_of_stages(pipeline_settings(draft_vocab_size=105, **one_pass), policy, source) == (17, 15)
     # With the policy cut down before the draft is loaded, the same.
     in_parts = pipeline_settings(pipeline_replica=False, **one_pass)
-    with policies_in_parts(in_parts, policy, draft=str(tmp_path)) as parts:
+    monkeypatch.setattr(CoDraftGRPOConfig, "world_size", 2)
+    with only_stage_weights(in_parts, policy, draft=str(tmp_path)) as parts:
         assert parts.layers == (17, 15)
 
 
@@ -333,8 +335,8 @@ def test_the_dtype_between_stages_is_that_of_the_residual_stream(dtype):
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, in_parts, monkeypatch):
     """
-    Columns of a shard of the longest prompt and completion, taps only where a draft learns from them, state that ranks share,
-    a copy that rolls out, a reference policy unless it is in the parts.
+    Columns of a shard of the longest prompt and completion, taps only where a draft learns from them, state that ranks
+    share, a copy that rolls out, a reference policy unless it is in the parts.
     """
     planned = {}
     monkeypatch.setattr(pipeline_group, "plan_memory", lambda *arguments, **sizes: planned.update(sizes))
@@ -359,21 +361,21 @@ def test_the_plan_is_for_what_a_rank_runs(context, columns, learns, in_parts, mo
         args=args,
         model=tiny_policy(),
         ref_model=nn.Linear(5, 7, bias=False),
-        draft_model=nn.Linear(2, 3, bias=False),
-        recorder=SimpleNamespace(tap_layers=(0, 2)),
+        learner=SimpleNamespace(draft=nn.Linear(2, 3, bias=False), recorder=SimpleNamespace(tap_layers=(0, 2))),
         train_dataset=[{"prompt": "three"}, {"other": 1}, {"prompt": "longest."}],
         environment_factories=None,
         rollout_func=None,
         _tokenize_prompts=lambda prompts: ([[*prompt] for prompt in prompts], None),
         accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
     )
-    pipeline_group._announce_plan(trainer, LAYERS, [(3, 2), (1, 1)] if in_parts else None)
-    assert planned["state_sharers"] == (4 if learns else 1)
+    shape = PipelineShape(LAYERS, 2, 3 * 2 * context)
+    pipeline_group._announce_plan(trainer, shape, [(3, 2), (1, 1)] if in_parts else None)
+    holdings = planned["holdings"]
+    assert holdings.state_sharers == (4 if learns else 1)
     assert planned["columns"] == columns
-    assert planned["reference_bytes"] == (0 if in_parts else 5 * 7 * 4)
-    assert planned["num_microbatches"] == 3 * 2 * context
+    assert holdings.reference_bytes == (0 if in_parts else 5 * 7 * 4)
     assert planned["tap_layers"] == ((0, 2) if learns else ())
-    assert planned["draft_bytes"] == (2 + 2 / 8 + 1 if learns else 4) * 6 * 4
+    assert holdings.draft_bytes == (2 + 2 / 8 + 1 if learns else 4) * 6 * 4
 
 
 def test_prompts_that_cannot_be_read_before_the_run_are_not_planned_for():
@@ -397,6 +399,6 @@ def test_an_optimizer_of_an_unknown_kind_is_not_shared():
         get_optimizer_cls_and_kwargs=lambda args, model: (torch.optim.AdamW, {}),
     )
     with pytest.raises(
-        ValueError, match="does not know how to make parts of this SGD.*pipeline_shard_optimizer=False"
+        ValueError, match="does not know how to share the state of this SGD.*pipeline_shard_optimizer=False"
     ):
-        PipelinedLoss._share_state(trainer, torch.optim.SGD(policy.parameters(), lr=0.1))
+        StageOptimizer(trainer, None)._share_state(torch.optim.SGD(policy.parameters(), lr=0.1))

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from forked_ranks import run_script
 from group.comparison import assert_close
-from group.forked_ranks import run_script
 
 
 TOLERANCE = (1e-4, 1e-6)
-# World size, pairs of sizes: ranks per pipeline when saving and when resuming, `p` where no rank has the whole policy, `z`
-# where ranks share the optimizer's state.
+# World size, pairs of sizes: ranks per pipeline when saving and when resuming, `p` where no rank has the whole policy,
+# `z` where ranks share the optimizer's state.
 RUNS = {
     "2 ranks": (2, ["2-2", "2-1", "1-2", "1-2p", "2p-1"], 280),
     "2 ranks, others": (2, ["1-1", "2p-2p", "2p-2", "2-2p"], 280),

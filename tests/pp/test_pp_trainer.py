@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
+from forked_ranks import parameters_of, started_once
 from group.comparison import assert_close, assert_same_training
-from group.forked_ranks import started_once
 from pp.trainer_cases import CASES, DEFAULT_CASES, IMPOSSIBLE, TOLERANCE, TOLERANCES
 
 
@@ -26,14 +26,7 @@ def runs(tmp_path_factory):
     return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "trainer_worker.py", folder="pp")
 
 
-PARAMETERS = [
-    pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-{size} to a pipeline")
-    for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow, pytest.mark.timeout(3100)), SLOW_RUNS))
-    for line, (_, sizes, names, _) in lines.items()
-    for name in names
-    for size in sizes
-    if (name, size) not in IMPOSSIBLE
-]
+PARAMETERS = parameters_of(DEFAULT_RUNS, SLOW_RUNS, 3100, IMPOSSIBLE)
 
 
 def windows(losses, size):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from forked_ranks import run_script
 from group.comparison import assert_close
-from group.forked_ranks import run_script
 
 
 @pytest.fixture(scope="module")

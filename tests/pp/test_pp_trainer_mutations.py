@@ -1,29 +1,13 @@
 """Breaks pipelines in the trainer on purpose: evidence that the comparison with the plain run can fail."""
 
 import pytest
+from forked_ranks import run_script
 from group.comparison import assert_close, assert_same_training
-from group.forked_ranks import run_script
 from pp.test_pp_trainer import comparable, gradients_of_all_stages, weights_of
 from pp.trainer_cases import TOLERANCE
+from pp.trainer_mutation_worker import ALL, IN_PARTS
 
 
-MUTATIONS = {
-    "loss not divided": "dapo",
-    "other stages' weights stay old": "dapo",
-    "norm of the own stage": "tight clipping",
-    "metrics of other rows": "dapo",
-    "controllers act in every micro-step": "adaptive entropy",
-    "positions of added columns": "longrope",
-    "states a column late": "dapo",
-    "draft learns from the last microbatch": "dapo",
-    "gradients of one pipeline only": "two pipelines",
-    "threshold of the member": "entropy quantile",
-    # Where no rank has the whole policy.
-    "reference is the policy": "reference",
-    "embedding of the draft stays old": "dapo",
-    "log-probs of another member": "dapo",
-}
-IN_PARTS = list(MUTATIONS)[-3:]
 OF_THE_DRAFT = ("states a column late", "draft learns from the last microbatch")
 
 
@@ -34,7 +18,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("mutation", ALL)
 def test_comparison_notices(ranks, mutation):
     # It ran to its end, and what differs is what the mutation is about.
     assert not any(isinstance(rank[mutation], Exception) for rank in ranks), ranks[0][mutation]
@@ -43,7 +27,7 @@ def test_comparison_notices(ranks, mutation):
     gradients = gradients_of_all_stages(seen, mutation, size)
     noticed = 0
     for rank, own in zip(ranks, seen, strict=True):
-        broken, plain = rank[mutation], rank[None][MUTATIONS[mutation]]
+        broken, plain = rank[mutation], rank[None][ALL[mutation].case]
         try:
             if mutation in OF_THE_DRAFT:
                 assert_close(broken["draft gradients"][0], plain["draft gradients"][0], TOLERANCE, "the draft")

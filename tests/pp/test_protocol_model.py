@@ -1,7 +1,9 @@
-"""The tap channel's protocol, explored exhaustively in small pipelines: every interleaving of every rank and delivery."""
+"""
+The tap channel's protocol, explored exhaustively in small pipelines: every interleaving of every rank and delivery.
+"""
 
 import pytest
-from protocol_model import Model, Violation
+from protocol_model import GlooModel, Model, Violation
 
 from trl_codraft.pp.order import Action, required_slots, schedule_order
 from trl_codraft.pp.taps.lane import SinkEnd, SourceEnd
@@ -53,6 +55,23 @@ def test_one_slot_fewer_deadlocks(pipeline):
     order, num_stages, sources, required = case(*pipeline)
     _, deadlocks = Model(order, num_stages, sources, required - 1).explore()
     assert deadlocks
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("more", [0, 1])
+def test_landing_slots_of_symmetric_memory_are_never_overwritten(pipeline, more):
+    order, num_stages, sources, required = case(*pipeline)
+    receives = (required + more + 1) // 2
+    states, deadlocks = GlooModel(order, num_stages, sources, receives, landing=2 * receives).explore()
+    assert states > 50
+    assert not deadlocks
+
+
+def test_fewer_landing_slots_of_symmetric_memory_would_be_overwritten():
+    order, num_stages, sources, _ = case("1F1B", 4, 4, 4)
+    for receives in (1, 2):
+        with pytest.raises(Violation, match="still in it"):
+            GlooModel(order, num_stages, sources, receives, landing=2 * receives - 1).explore()
 
 
 def test_a_breadth_first_pipeline_needs_a_slot_per_microbatch():

@@ -5,8 +5,8 @@ Adapters on quantised policies train in a pipeline as without one: `pip install 
 
 import pytest
 import torch
+from forked_ranks import run_script
 from group.comparison import assert_same_training
-from group.forked_ranks import run_script
 from pp.test_pp_trainer import comparable, gradients_of_all_stages, weights_of
 
 

@@ -7,7 +7,8 @@ import torch
 from channel_cases import mixed_plan
 
 from trl_codraft.pp.order import Action
-from trl_codraft.pp.taps.message import HEADER_BYTES, Header, Kind, TapMismatch
+from trl_codraft.pp.shape import PipelineShape
+from trl_codraft.pp.taps.message import HEADER_BYTES, Kind, TapHeader, TapMismatch
 from trl_codraft.pp.taps.plan import Tap, TapPlan
 
 
@@ -15,8 +16,9 @@ FP32 = torch.float32
 
 
 def layers_plan(tap_layers=(2, 4, 6), layers_per_stage=(3, 3, 2), **overrides):
-    settings = {"num_ranks": len(layers_per_stage), "num_microbatches": 8, **overrides}
-    return TapPlan.for_layers(tap_layers, layers_per_stage, 16, FP32, **settings)
+    slots = overrides.pop("slots", None)
+    sizes = {"num_ranks": len(layers_per_stage), "num_microbatches": 8, **overrides}
+    return TapPlan.for_layers(tap_layers, PipelineShape(layers_per_stage, **sizes), 16, FP32, slots=slots)
 
 
 def test_a_tap_belongs_to_the_stage_whose_layer_reads_it():
@@ -112,12 +114,12 @@ def test_fingerprints_tell_plans_apart():
     assert len({plan.fingerprint, *(other.fingerprint for other in others)}) == 7
 
 
-HEADER = Header(Kind.TAPS, epoch=2**40, sequence=2**33, microbatch=7, stage=3, num_bytes=2**35, plan=2**63, slot=4)
+HEADER = TapHeader(Kind.TAPS, epoch=2**40, sequence=2**33, microbatch=7, stage=3, num_bytes=2**35, plan=2**63)
 
 
 def test_a_header_is_64_bytes_and_comes_back_whole():
     assert len(HEADER.pack()) == HEADER_BYTES == 64
-    assert Header.unpack(HEADER.pack()) == HEADER
+    assert TapHeader.unpack(HEADER.pack()) == HEADER
 
 
 @pytest.mark.parametrize(
@@ -126,10 +128,10 @@ def test_a_header_is_64_bytes_and_comes_back_whole():
 )
 def test_what_is_no_header_is_refused(content, message):
     with pytest.raises(TapMismatch, match=message):
-        Header.unpack(content)
+        TapHeader.unpack(content)
 
 
-@pytest.mark.parametrize("name", ["epoch", "sequence", "microbatch", "stage", "num_bytes", "plan", "slot", "num_taps"])
+@pytest.mark.parametrize("name", ["epoch", "sequence", "microbatch", "stage", "num_bytes", "plan", "num_taps"])
 def test_every_field_of_a_header_is_checked(name):
     HEADER.require(HEADER)
     with pytest.raises(TapMismatch, match=f"{name} {getattr(HEADER, name) + 1} instead of {getattr(HEADER, name)}"):

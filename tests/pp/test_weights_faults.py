@@ -2,12 +2,12 @@
 
 import pytest
 import weights_fault_worker
-from forked import run_script
+from forked_ranks import run_script
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_script("weights_fault_worker.py", tmp_path_factory.mktemp("weights"))
+    return run_script("weights_fault_worker.py", tmp_path_factory.mktemp("weights"), folder="pp")
 
 
 LOST = {"stream": "weight 1.3", "embedding": "the input embedding", "replica": "model.embed_tokens.weight"}

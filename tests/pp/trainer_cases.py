@@ -4,8 +4,8 @@ from cp.trainer_cases import CASES as CONTEXT_PARALLEL_CASES
 from group.replay_cases import OLD_LOG_PROBS
 
 
-# The load-balancing loss of experts is refused, and a stage that is read from files has the kernels for experts that do not take
-# fp64; layouts are of shards.
+# The load-balancing loss of experts is refused, and a stage that is read from files has the kernels for experts that
+# do not take fp64; layouts are of shards.
 SHARED = {
     name: {**case, "router_aux_loss_coef": 0.0, "dtype": "float32"} if case.get("model_type") == "mixtral" else case
     for name, case in CONTEXT_PARALLEL_CASES.items()

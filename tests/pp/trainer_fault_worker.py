@@ -1,6 +1,6 @@
 """
-Ranks of `test_pp_trainer_faults.py`: `python trainer_fault_worker.py OUT FAULT...` lets the second of two ranks fail, die or
-stall in the middle of a run, fault after fault, and saves how the others ended.
+Ranks of `test_pp_trainer_faults.py`: `python trainer_fault_worker.py OUT FAULT...` lets the second of two ranks fail,
+die or stall in the middle of a run, fault after fault, and saves how the others ended.
 """
 
 import os

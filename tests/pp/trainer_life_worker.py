@@ -1,6 +1,6 @@
 """
-Ranks of `test_pp_trainer_life.py`: `python trainer_life_worker.py OUT` uses trainers with a pipeline of two ranks in other
-ways than one run from its start to its end, without a pipeline too, and saves what each rank saw.
+Ranks of `test_pp_trainer_life.py`: `python trainer_life_worker.py OUT` uses trainers with a pipeline of two ranks in
+other ways than one run from its start to its end, without a pipeline too, and saves what each rank saw.
 """
 
 import gc
@@ -17,8 +17,10 @@ from pp.trainer_worker import TAPS, build, release, save_policies, weights_here
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_codraft import CoDraftGRPOTrainer
-from trl_codraft.pp.memory import plan_memory
+from trl_codraft.grpo.pipelined_losses import PipelinedLosses
+from trl_codraft.pp.memory import Holdings, plan_memory
 from trl_codraft.pp.pipeline import _TappedStage
+from trl_codraft.pp.shape import PipelineShape
 from trl_codraft.training.draft_trainer import DraftTrainer
 
 
@@ -57,8 +59,9 @@ def stopped_and_again(out, world_size, size):
     trainer._step, ended = 0, trainer.state.global_step
     trainer.train()
     seen = {"ended": ended, "graphs": counter.counts}
-    if trainer.pipelining is not None:
-        kept = trainer.pipelining.pipeline._loss, trainer._rows, trainer._window, trainer._last_hidden
+    if isinstance(trainer.losses, PipelinedLosses):
+        losses, forwards = trainer.losses, trainer.losses.forwards
+        kept = losses.pipelining.pipeline._loss, forwards._rows, losses._window, forwards.last_hidden
         seen["kept"] = [str(thing) for thing in kept if thing]
     trainable = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -75,8 +78,8 @@ def optimizer_files(out, world_size, size):
 
 def shared_state_of_the_draft(out, world_size):
     """
-    Runs with the draft's AdamW, by name: ranks of a pipeline, whether they share its state, and whose checkpoint they start
-    from.
+    Runs with the draft's AdamW, by name: ranks of a pipeline, whether they share its state, and whose checkpoint they
+    start from.
     """
     case = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "dtype": "float32", "draft_weight_decay": 0.1}
     runs = {
@@ -136,16 +139,17 @@ def pushed(out, world_size, size):
 
 def draft_in_the_drain(rank, world_size, out, size):
     """
-    A run in which the last backward of the first stage does not begin before the draft has learned from the whole window: what
-    each rank did in which order, and whether that backward gave up waiting. On the last stage also the bytes that waited for
-    the draft, and the planned ones.
+    A run in which the last backward of the first stage does not begin before the draft has learned from the whole
+    window: what each rank did in which order, and whether that backward gave up waiting. On the last stage also the
+    bytes that waited for the draft, and the planned ones.
     """
     events, sizes, learned = [], [], out / f"learned {size}"
     case = {"gradient_accumulation_steps": 2, "max_steps": 1, "layers_per_stage": [3, 3]}
     trainer = build(case, out, world_size, size, CLASSES)
-    pipeline = trainer.pipelining.pipeline
+    losses = trainer.losses
+    pipeline = losses.pipelining.pipeline
     count, parts = 2 * pipeline.num_ranks, [(0, 0)] * 2
-    backward, accumulate, take_taps = _TappedStage.backward_one_chunk, DraftTrainer.accumulate, trainer._take_taps
+    backward, accumulate, take_taps = _TappedStage.backward_one_chunk, DraftTrainer.accumulate, losses._take_taps
 
     def late_backward(self, number, *arguments, **named):
         if rank == 0 and number == count - 1:
@@ -165,19 +169,20 @@ def draft_in_the_drain(rank, world_size, out, size):
 
     def measured_take(jobs, rows):
         if pipeline.has_last:
-            hidden = trainer._last_hidden[0]
-            kept = pipeline.channel.queued_bytes + sum(state.nbytes for state in trainer._last_hidden)
-            plan, shape = pipeline.channel.plan, {"rows": hidden.shape[0], "columns": hidden.shape[1]}
+            hidden = losses.forwards.last_hidden[0]
+            kept = pipeline.channel.queued_bytes + sum(state.nbytes for state in losses.forwards.last_hidden)
+            plan, of_batch = pipeline.channel.plan, {"rows": hidden.shape[0], "columns": hidden.shape[1]}
             slots = sum(lane.slots * plan.message_bytes(lane.stage, hidden.shape[:2]) for lane in plan.lanes)
-            settings = {"num_ranks": 2, "num_microbatches": len(jobs), "tap_layers": TAPS, "parts": parts}
-            planned = plan_memory(trainer.model, (3, 3), **settings, **shape).ranks[-1].taps
+            held = Holdings(stage_weights=parts)
+            shape = PipelineShape((3, 3), 2, len(jobs))
+            planned = plan_memory(trainer.model, shape, tap_layers=TAPS, holdings=held, **of_batch).ranks[-1].taps
             sizes.append((kept, planned - slots))
-        take_taps(jobs, rows)
+        return take_taps(jobs, rows)
 
     with (
         mock.patch.object(_TappedStage, "backward_one_chunk", late_backward),
         mock.patch.object(DraftTrainer, "accumulate", seen_accumulate),
-        mock.patch.object(trainer, "_take_taps", measured_take),
+        mock.patch.object(losses, "_take_taps", measured_take),
     ):
         trainer.train()
     release(trainer)

@@ -1,7 +1,7 @@
 """
-Ranks of `test_pp_trainer.py`: `python trainer_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case without a pipeline
-and with pipelines of each of the sizes (`2,4,2x2`: ranks per pipeline, and per microbatch of a stage; with a `p` at the
-end, such as `2p`, no rank has the whole policy), and saves what each rank saw.
+Ranks of `test_pp_trainer.py`: `python trainer_worker.py OUT WORLD_SIZE SIZES CASE...` runs each case without a
+pipeline and with pipelines of each of the sizes (`2,4,2x2`: ranks per pipeline, and per microbatch of a stage; with a
+`p` at the end, such as `2p`, no rank has the whole policy), and saves what each rank saw.
 """
 
 import sys
@@ -18,6 +18,7 @@ from tiny import BALANCED_EXPERTS, tiny_policy
 from transformers.utils import logging
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
+from trl_codraft.grpo.pipelined_losses import PipelinedLosses
 
 
 # Six layers, so that no stage of four is like another.
@@ -112,13 +113,14 @@ def weights_here(trainer):
 
 def release(trainer):
     """Frees what a process has for one trainer: every process group keeps threads and connections."""
-    pipelining = trainer.pipelining
-    if pipelining is None:
+    if not isinstance(trainer.losses, PipelinedLosses):
         return
+    pipelining = trainer.losses.pipelining
     if pipelining.pipeline.channel is not None:
         pipelining.pipeline.channel.close()
-    groups = {trainer.loss_group.members, pipelining.group, pipelining.host_group, pipelining.holders}
-    for group in groups | (set() if trainer.sharding is None else {trainer.sharding.group}):
+    groups = {trainer.losses.group.members, pipelining.group, pipelining.host_group, pipelining.holders}
+    sharding = getattr(pipelining.policy.rows_of, "keywords", {}).get("sharding")
+    for group in groups | (set() if sharding is None else {sharding.group}):
         torch.distributed.destroy_process_group(group)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forked import fork_ranks
+from forked_ranks import watch_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_codraft.pp.stages.loading import WholeStream, send_embedding
 from trl_codraft.pp.stages.replica import PolicyReplica
 from trl_codraft.pp.stages.split import split_policy
+from trl_codraft.pp.stages.weights import WholeStream, send_embedding
 
 
 def tiny_policy():
@@ -70,5 +70,5 @@ def run_rank(rank, world_size, case):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.save(
-        {case: fork_ranks(run_rank, 2, folder / case, case, timeout=60) for case in CASES}, folder / "outcomes.pt"
+        {case: watch_ranks(run_rank, 2, folder / case, case, timeout=60) for case in CASES}, folder / "outcomes.pt"
     )

@@ -1,6 +1,6 @@
 """Sharded policies: every rank runs the same number of forwards, whatever its own rows need."""
 
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 
 
 def test_sharded_ranks_finish_together_with_their_own_tokens(tmp_path):

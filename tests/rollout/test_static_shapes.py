@@ -220,7 +220,9 @@ def test_other_devices_and_sharded_policies_are_refused(policy, monkeypatch):
         )
 
 
-def test_a_training_run_is_the_one_with_live_forwards(tmp_path, cuda_graphs):
+def test_a_training_run_is_the_one_with_live_forwards(tmp_path, cuda_graphs, monkeypatch):
+    # Graphs are replayed on the CPU here, which a run of a user refuses.
+    monkeypatch.setattr("trl_codraft.grpo.rollouts.refuse_cuda_graphs_elsewhere", lambda run: None)
     runs = []
     for wanted in (False, True):
         policy = tiny_policy("llama", dtype=torch.float64, scale=3.0)

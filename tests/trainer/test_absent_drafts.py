@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 from grpo_runs import codraft_trainer, plain_trainer, prompt_dataset, weights
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging

@@ -49,8 +49,8 @@ def test_resumed_run_equals_the_uninterrupted_one(whole_run, tmp_path):
     assert resumed.draft_pretraining_log == []
     assert [name for name, value in weights(resumed).items() if not torch.equal(value, weights(whole_run)[name])] == []
     assert_same_draft(resumed, whole_run)
-    measured = resumed._decoder.controller.state_dict()
-    assert measured == whole_run._decoder.controller.state_dict()
+    measured = resumed.rollouts.decoder.controller.state_dict()
+    assert measured == whole_run.rollouts.decoder.controller.state_dict()
     assert measured["acceptance"]["trials"][0] > 0
     # The last entry sums up the run; after a resume, Transformers averages the loss over the steps since then.
     ours, theirs = policy_logs(resumed)[:-1], policy_logs(whole_run)[:-1]
@@ -254,7 +254,7 @@ def test_pushed_draft_has_a_card_with_the_accept_length_on_held_out_prompts(tmp_
     trainer = codraft_trainer(tmp_path, trainer=data, gradient_checkpointing=True)
     trainer.train()
     was_training = trainer.model.training
-    scores = trainer._score_on_held_out_prompts()
+    scores = trainer.draft_checkpoints._score_on_held_out_prompts()
     trainer.push_draft_to_hub("me/draft")
     assert trainer.model.training == was_training
     assert scores["num_prompts"] == 8
@@ -389,6 +389,6 @@ def test_card_is_measured_on_the_held_out_prompts_that_there_are(kind, whole_run
 
 
 def test_what_can_be_no_repository_is_refused_before_anything_is_measured(whole_run, monkeypatch):
-    monkeypatch.setattr(whole_run, "_score_on_held_out_prompts", pytest.fail)
+    monkeypatch.setattr(whole_run.draft_checkpoints, "_score_on_held_out_prompts", pytest.fail)
     with pytest.raises(ValueError, match="^`repo_id='bad repo id!!'` can be no repository of the Hub"):
         whole_run.push_draft_to_hub("bad repo id!!")

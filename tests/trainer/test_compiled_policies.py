@@ -71,7 +71,7 @@ def test_a_policy_that_the_user_compiled_is_noticed_at_construction(tmp_path, bu
     assert torch._dynamo.config.skip_nnmodule_hook_guards
     trainer = codraft_trainer(tmp_path / "compiled", build(), draft_tap_layers=[0, 1])
     assert not torch._dynamo.config.skip_nnmodule_hook_guards
-    assert trainer._decoder.policy is base_policy(trainer.model)
+    assert trainer.rollouts.decoder.policy is base_policy(trainer.model)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from grpo_runs import settings
 from trl import GRPOConfig, TrlParser
 
 from trl_codraft import CoDraftGRPOConfig
-from trl_codraft.grpo.join_context import not_sharded_by_accelerate
+from trl_codraft.grpo.trl_patches import not_sharded_by_accelerate
 
 
 # field -> (text on the command line, value in YAML, value after parsing)
@@ -179,7 +179,7 @@ def test_context_parallelism_that_accelerate_launch_sets_is_taken_over_by_every_
 @pytest.mark.usefixtures("launched_with_two_context_ranks")
 def test_accelerate_does_not_see_the_context_parallelism_that_is_taken_over(tmp_path):
     config = CoDraftGRPOConfig(**settings(tmp_path))
-    with not_sharded_by_accelerate(config):
+    with not_sharded_by_accelerate(config.context_parallel_size):
         assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
     assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
 

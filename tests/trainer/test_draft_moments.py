@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 from grpo_runs import assert_same_run, codraft_trainer, plain_trainer
 from peft import LoraConfig
 from transformers.utils import logging
@@ -76,7 +76,7 @@ def test_leaving_moments_out_changes_no_run(runs):
 def test_resume_goes_on_with_what_there_is(then, now, runs, tmp_path, said):
     resumed = codraft_trainer(tmp_path, draft_save_optimizer=now, **SAVING)
     seen = {}
-    load = resumed._load_draft
+    load = resumed.draft_checkpoints.load
 
     def look(state):
         load(state)
@@ -84,7 +84,7 @@ def test_resume_goes_on_with_what_there_is(then, now, runs, tmp_path, said):
         seen["random"] = torch.get_rng_state()
         seen["moments"] = len(resumed.draft_trainer.optimizer.state)
 
-    resumed._load_draft = look
+    resumed.draft_checkpoints.load = look
     resumed.train(resume_from_checkpoint=str(checkpoint(runs[then])))
     assert_equal_tensors(seen["state"]["draft"], saved_state(runs[then])["draft_trainer"]["draft"])
     for name in ("scheduler", "num_updates", "num_pretrain_updates"):

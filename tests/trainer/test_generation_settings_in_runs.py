@@ -66,6 +66,6 @@ def test_setting_that_turns_up_later_makes_calls_plain_and_is_asked_about_everyw
     assert len(warnings()) == 1
     logs = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
     assert logs["rollout/speculation_on"] == logs["eval_rollout/speculation_on"] == 0.0
-    assert not trainer._can_score_draft()
+    assert not trainer.draft_checkpoints._can_score_draft()
     trainer.model.generation_config.cache_implementation = None
-    assert trainer._can_score_draft()
+    assert trainer.draft_checkpoints._can_score_draft()

@@ -112,7 +112,7 @@ def test_a_state_space_policy_trains_a_draft_that_it_does_not_feel(tmp_path, fam
     ours.train()
     plain = plain_trainer(tmp_path, tiny_model(*family))
     plain.train()
-    assert not ours.speculates
+    assert not ours.rollouts.speculates
     assert [entry["draft/loss"] > 0 for entry in ours.state.log_history if "draft/loss" in entry] == [True] * 3
     assert any(layer.mlp.down_proj.weight.any() for layer in ours.draft_model.layers)  # zero in a fresh draft
     assert_same_run(ours, plain)

@@ -22,7 +22,7 @@ def stream(num_rows):
 
 def rollouts_of(dataset, rank, num_ranks):
     accelerator = SimpleNamespace(process_index=rank, num_processes=num_ranks)
-    return PolicyRollouts(SimpleNamespace(train_dataset=dataset, accelerator=accelerator), seed=0)
+    return PolicyRollouts(SimpleNamespace(train_dataset=dataset, accelerator=accelerator), None, seed=0)
 
 
 def test_empty_training_set_raises_instead_of_waiting_for_a_row(tmp_path):
@@ -62,7 +62,7 @@ def test_environments_that_nobody_passed_are_named_before_anything_is_generated(
         _multi_environment=True,
     )
     with pytest.raises(ValueError, match=r"`environment` abacus, which is not among the environments.*\['counter'\]"):
-        PolicyRollouts(trainer, seed=0).generate(2)
+        PolicyRollouts(trainer, None, seed=0).generate(2)
 
 
 def test_prompts_that_only_a_rollout_func_understands_need_a_trained_draft(tmp_path):
@@ -83,7 +83,6 @@ def test_prompts_that_only_a_rollout_func_understands_need_a_trained_draft(tmp_p
 @pytest.mark.parametrize("rank", [0, 1])
 def test_prompts_that_are_no_text_are_refused_on_all_ranks_whoever_counts_them(rank):
     trainer = SimpleNamespace(
-        draft_model=SimpleNamespace(config=SimpleNamespace(vocab_size=8)),
         train_dataset=[{"prompt": "text"}, {"prompt": {"task": 3}}],
         environment_factories=None,
         accelerator=SimpleNamespace(
@@ -92,4 +91,4 @@ def test_prompts_that_are_no_text_are_refused_on_all_ranks_whoever_counts_them(r
         _tokenize_prompts=lambda prompts: ([[1] for _ in prompts], None, {}),
     )
     with pytest.raises(ValueError, match="neither a string nor messages"):
-        count_tokens(trainer, [])
+        count_tokens(trainer, 8, [])

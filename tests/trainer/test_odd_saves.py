@@ -107,13 +107,13 @@ def test_trainer_that_has_trained_resumes_as_a_new_one_does(whole, tmp_path):
 def test_resume_under_settings_that_leave_the_weights_their_meaning(setting, whole, tmp_path):
     resumed = codraft_trainer(tmp_path, **{**SAVING, **setting})
     seen = {}
-    load = resumed._load_draft
+    load = resumed.draft_checkpoints.load
 
     def look(state):
         load(state)
         seen.update(draft_of(resumed))
 
-    resumed._load_draft = look
+    resumed.draft_checkpoints.load = look
     checkpoint = Path(whole.args.output_dir) / "checkpoint-2"
     resumed.train(resume_from_checkpoint=str(checkpoint))
     saved = torch.load(checkpoint / "draft" / "draft_state.pt", weights_only=True)["draft_trainer"]

@@ -154,7 +154,7 @@ def test_speculative_rollouts_with_replayed_completions_do_not_change_the_update
         if ours.draft_trainer is None or ours.draft_trainer._pretraining:
             return speculate(*args, **kwargs)
         speculate(*args, **kwargs)
-        drafted.append(ours._decoder.stats.drafted)
+        drafted.append(ours.rollouts.decoder.stats.drafted)
         completions, state = next(replay)
         torch.set_rng_state(state)
         return completions

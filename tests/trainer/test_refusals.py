@@ -224,7 +224,7 @@ def test_plain_rollouts_warn_once_and_name_the_reason(tmp_path, caplog):
     policy = tiny_policy(attention_dropout=0.1)
     with caplog.at_level(logging.WARNING, logger="trl_codraft"):
         trainer = codraft_trainer(tmp_path, policy)
-    assert not trainer._speculation_on
+    assert not trainer.rollouts.possible
     assert sum("disable_dropout" in record.getMessage() for record in caplog.records) == 1
     trainer.train()
     assert {entry["rollout/speculation_on"] for entry in trainer.state.log_history if "loss" in entry} == {0.0}
@@ -270,7 +270,7 @@ def test_rollout_func_still_trains_the_draft(tmp_path):
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
     trainer = codraft_trainer(tmp_path, trainer={"rollout_func": rollout})
-    assert not trainer._speculation_on
+    assert not trainer.rollouts.possible
     trainer.train()
     assert [entry["draft/loss"] > 0 for entry in trainer.state.log_history if "draft/loss" in entry] == [True] * 3
 

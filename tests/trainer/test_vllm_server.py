@@ -119,7 +119,7 @@ def test_server_without_a_draft_generates_plainly(tmp_path, serve, transfer):
     _, address = serve(speculative_config=None)
     with pytest.raises(ValueError, match="runs without a draft.*--speculative-config"):
         server_trainer(tmp_path, address)
-    assert not server_trainer(tmp_path, address, speculative_rollouts="auto")._speculation_on
+    assert not server_trainer(tmp_path, address, speculative_rollouts="auto").rollouts.possible
 
 
 def test_acceptance_is_read_from_the_servers_counters(tmp_path, serve, transfer):

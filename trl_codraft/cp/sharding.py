@@ -36,6 +36,7 @@ class PackedMicrobatch:
         columns (`torch.LongTensor` of shape `(S,)`): column of each token in the padded microbatch.
         scored (`torch.LongTensor` of shape `(S,)`): place in the flattened `(B, C)` of each completion token, else -1.
         num_tokens (`int`): tokens of the microbatch itself.
+        num_columns (`int`): columns of the padded microbatch, `P+C`.
         layout ([`ContextLayout`]): who has which rows.
     """
 
@@ -43,6 +44,7 @@ class PackedMicrobatch:
     columns: torch.Tensor
     scored: torch.Tensor
     num_tokens: int
+    num_columns: int
     layout: ContextLayout
 
     @property
@@ -60,7 +62,7 @@ class ContextSharding:
     """
     Runs this rank's tokens of a microbatch through the policy, attention reaching those of the other ranks.
 
-    A [`~group.Sharding`]. What the last microbatch was packed to stays in `packed`, for the draft.
+    A [`~group.members.Sharding`].
 
     Args:
         group (`dist.ProcessGroup`):
@@ -73,27 +75,19 @@ class ContextSharding:
 
     def __init__(self, group: dist.ProcessGroup, unwrap: Callable[[nn.Module], PreTrainedModel], mode: str = "hybrid"):
         self.group, self.unwrap, self.mode = group, unwrap, mode
-        self.packed: PackedMicrobatch | None = None
         # Policy and reference model.
         self._routed: dict[PreTrainedModel, RoutedPolicy] = {}
 
     def count_tokens(self, attention_mask: torch.Tensor) -> tuple[int, ...]:
-        """See [`~group.Sharding`]."""
+        """See [`~group.members.Sharding`]."""
         doc_lens, shards = self._plan(attention_mask)
         return tuple(sum(piece.num_rows for piece in segments) for segments in shards)
 
     def score(
-        self,
-        model: nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        compute_entropy: bool,
-        compute_aux_loss: bool,
+        self, model: nn.Module, packed: PackedMicrobatch, compute_entropy: bool, compute_aux_loss: bool
     ) -> ShardScores:
-        """See [`~group.Sharding`]."""
+        """See [`~group.members.Sharding`]."""
         policy = self.unwrap(model)
-        packed = self.packed = self.pack(input_ids, attention_mask, logits_to_keep)
         layout, positions = packed.layout, packed.positions()
         # Shifted before it is cut: the next token of a segment's last row lies on another rank.
         labels = layout.shard(packed.labels, offset=1, fill=IGNORED)
@@ -104,7 +98,7 @@ class ContextSharding:
             "fused_lm_head": True,
         }
         aux_loss = None
-        with self.route(policy).forward_on(layout, input_ids.shape[1]) as route:
+        with self.route(policy).forward_on(layout, packed.num_columns) as route:
             if compute_aux_loss:
                 with router_logits_of(policy.base_model) as router_logits:
                     outputs = model(**arguments, output_router_logits=True, **route)
@@ -140,6 +134,7 @@ class ContextSharding:
             columns=nn.functional.pad(columns[keep], pad),
             scored=nn.functional.pad(scored[keep], pad, value=-1),
             num_tokens=num_tokens,
+            num_columns=num_columns,
             layout=layout,
         )
 

@@ -1,5 +1,5 @@
 """
-The ranks that compute each other's losses, and what they send to each other.
+The ranks that compute each other's losses, and the messages between them.
 
 Shapes: `B` rows of a microbatch, `P` prompt columns, `C` completion columns, `n` completion tokens of one shard,
 `F` values per token (log-prob, entropy).
@@ -10,17 +10,12 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers.utils import logging
 
 from .header import MAX_TENSORS, Header, TensorSpec, require_agreement
 
-
-logger = logging.get_logger(__name__)
 
 # Longest message of a failed rank that the others repeat, in bytes.
 MAX_MESSAGE = 4000
@@ -71,7 +66,7 @@ class LossGroup:
             header ([`Header`]):
                 This rank's.
             failure (`Exception`, *optional*):
-                What went wrong on this rank since the last exchange.
+                Exception of this rank since the last exchange.
 
         Returns:
             `list[Header]`: the headers of the members of this group, by member.
@@ -197,63 +192,6 @@ def _difference(name: str, values: list[object]) -> str | None:
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     texts = [textwrap.shorten(str(value), MAX_VALUE) for value in (values[0], values[others[0]])]
     return f"{name} is {texts[0]} on rank 0 and {texts[1]} on rank {others[0]}{more}"
-
-
-def new_loss_group(
-    size: int, device: torch.device, names: tuple[str, ...], timeout: timedelta | None = None
-) -> LossGroup:
-    """
-    Splits the ranks of the run into groups of `size` consecutive ones. Collective: every rank calls it.
-
-    Args:
-        size (`int`):
-            Ranks per group: `context_parallel_size * pipeline_parallel_size`.
-        device (`torch.device`), names (`tuple[str, ...]`):
-            As in [`LossGroup`].
-        timeout (`timedelta`, *optional*):
-            After which a rank that waits for another gives up. If `None`, that of the backend.
-
-    Raises:
-        ValueError: if the number of processes is not a multiple of `size`.
-    """
-    world_size = dist.get_world_size()
-    if size < 1 or world_size % size:
-        raise ValueError(
-            f"{world_size} processes cannot be split into groups of {size}. Start a multiple of {size} processes, or "
-            "lower `context_parallel_size * pipeline_parallel_size`."
-        )
-    members, _ = dist.new_subgroups(size, timeout=timeout)
-    return LossGroup(members, dist.group.WORLD, device, names)
-
-
-def parallel_mesh(
-    device_type: str, *, pipeline: int = 1, context: int = 1, ranks_per_node: int | None = None
-) -> DeviceMesh:
-    """
-    Mesh of axes `("dp", "pp", "cp")`: the ranks of a context-parallel group are neighbours, those of a loss group
-    (`pp x cp`) too.
-
-    Args:
-        device_type (`str`):
-            `"cpu"` or `"cuda"`.
-        pipeline (`int`, *optional*, defaults to `1`), context (`int`, *optional*, defaults to `1`):
-            Sizes of the two inner axes.
-        ranks_per_node (`int`, *optional*):
-            Warns if a context-parallel group would cross nodes of this many ranks.
-    """
-    if ranks_per_node is not None:
-        warn_if_groups_cross_nodes(context, ranks_per_node)
-    shape = (dist.get_world_size() // (pipeline * context), pipeline, context)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "pp", "cp"))
-
-
-def warn_if_groups_cross_nodes(context: int, ranks_per_node: int) -> None:
-    """Warns if a context-parallel group of neighbouring ranks would cross nodes of `ranks_per_node`."""
-    if ranks_per_node % context:
-        logger.warning(
-            f"`context_parallel_size={context}` does not divide the {ranks_per_node} processes of a node, so keys and "
-            "values will travel between nodes in every layer. Choose a divisor."
-        )
 
 
 # Torch has renamed it.

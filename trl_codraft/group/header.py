@@ -29,7 +29,7 @@ DTYPES = (
 
 
 class Phase(IntEnum):
-    """What the group is about to compute."""
+    """A computation that the group is about to begin."""
 
     ROLLOUT = 0
     LOG_PROBS = 1
@@ -56,13 +56,13 @@ class TensorSpec:
 @dataclass(frozen=True)
 class Header:
     """
-    What one rank announces.
+    Announcement of one rank.
 
     Args:
         step (`int`):
             Micro-step the rank is at.
         phase ([`Phase`]):
-            What it is about to compute.
+            The computation it is about to begin.
         rows (`int`), prompt_length (`int`), completion_length (`int`):
             Its microbatch: `B` rows of `P + C` padded columns. Zero rows are legal.
         chunk_rows (`int`, *optional*, defaults to `0`):
@@ -166,5 +166,6 @@ def require_agreement(headers: list[Header]) -> None:
                 raise RuntimeError(
                     f"Ranks that compute losses together disagree on the {name}: {ours} on rank 0, {theirs} on rank "
                     f"{rank}. Start all ranks with the same arguments and resume all from the same checkpoint: "
-                    "`num_iterations`, `steps_per_generation`, `beta` and the batch sizes decide what is computed when."
+                    "`num_iterations`, `steps_per_generation`, `beta` and the batch sizes decide what is computed "
+                    "when."
                 )

@@ -17,7 +17,7 @@ from .header import Header
 
 class Scores(NamedTuple):
     """
-    What the policy says about the completions of a microbatch, whole.
+    The policy's scores of the completions of a microbatch, whole.
 
     Args:
         log_probs (`torch.Tensor` of shape `(B, C)`):
@@ -43,7 +43,7 @@ class ShardScores(NamedTuple):
 
     Args:
         log_probs (`torch.Tensor` of shape `(n,)`), entropies (`torch.Tensor` of shape `(n,)`, *optional*):
-            Of the completion tokens that this rank owns.
+            Scores of the completion tokens that this rank owns.
         aux_loss (`torch.Tensor` of shape `()`, *optional*):
             The value of the whole microbatch on every rank; its gradient, this rank's share.
         positions (`list[torch.LongTensor]`, each of shape `(n,)`):
@@ -62,19 +62,16 @@ class Sharding(Protocol):
     def count_tokens(self, attention_mask: torch.Tensor) -> tuple[int, ...]:
         """Number of tokens that each member runs of a microbatch with this mask `(B, P+C)`."""
 
-    def score(
-        self,
-        model: nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        compute_entropy: bool,
-        compute_aux_loss: bool,
-    ) -> ShardScores:
+    def pack(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int) -> Any:
         """
-        Runs this rank's tokens of a microbatch that all members hold whole: ids and mask `(B, P+C)`, the last
-        `logits_to_keep` columns are the completion. All parameters must take part in the graph, also with an empty
-        shard: one dummy token (position -1) then keeps the gradient hooks of DDP and FSDP firing.
+        Splits a microbatch that all members hold whole: ids and mask `(B, P+C)`, the last `logits_to_keep` columns are
+        the completion.
+        """
+
+    def score(self, model: nn.Module, packed: Any, compute_entropy: bool, compute_aux_loss: bool) -> ShardScores:
+        """
+        Runs this rank's tokens of a microbatch that `pack` has split. All parameters must take part in the graph, also
+        with an empty shard: one dummy token (position -1) then keeps the gradient hooks of DDP and FSDP firing.
         """
 
 
@@ -87,17 +84,19 @@ def score_together(
     logits_to_keep: int,
     compute_entropy: bool,
     compute_aux_loss: bool,
-) -> Scores:
+) -> tuple[Scores, Any]:
     """
     Scores one microbatch that every member of the group holds, each running its shard. Collective in the group.
 
     Returns:
-        [`Scores`]: whole on every rank; the gradient that reaches a rank's parameters is that of its own tokens.
+        [`Scores`], whole on every rank, where the gradient that reaches a rank's parameters is that of its own tokens;
+        and the microbatch as [`Sharding.pack`] has split it.
     """
-    shard = sharding.score(model, input_ids, attention_mask, logits_to_keep, compute_entropy, compute_aux_loss)
+    packed = sharding.pack(input_ids, attention_mask, logits_to_keep)
+    shard = sharding.score(model, packed, compute_entropy, compute_aux_loss)
     values = [shard.log_probs, shard.entropies] if compute_entropy else [shard.log_probs]
     full = group.gather_shards(torch.stack(values), shard.positions, (len(input_ids), logits_to_keep))
-    return Scores(full[0], full[1] if compute_entropy else None, shard.aux_loss)
+    return Scores(full[0], full[1] if compute_entropy else None, shard.aux_loss), packed
 
 
 def score_members(
@@ -114,11 +113,11 @@ def score_members(
         group ([`LossGroup`]):
             The group.
         headers (`list[Header]`):
-            Of its members.
+            Headers of its members.
         tensors (`dict[str, torch.Tensor]`):
             This rank's `input_ids` and `attention_mask` of shape `(B, P+C)`.
         score (`Callable`):
-            Given ids, mask and `C` of a chunk, what [`score_together`] returns for it.
+            Given ids, mask and `C` of a chunk, returns its [`Scores`].
 
     Returns:
         [`Scores`]: of this rank's own rows. Log-probs are of shape `(0, C)` if it has none.
@@ -166,7 +165,7 @@ def backward_members(
         loss_of (`Callable`):
             Given a member and its microbatch, its loss as data-parallel training defines it.
         backward (`Callable`):
-            What backpropagates a loss.
+            Backpropagates a loss.
         no_sync (`Callable`):
             Makes the context in which gradients stay local until the last member.
 
@@ -219,12 +218,14 @@ class MemberAccelerator:
 
 @contextmanager
 def attributes_set(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Sets attributes of an object, and puts back what was there, whatever happens in between."""
-    before = {name: getattr(owner, name) for name in attributes}
+    """Sets attributes of an object, methods included, and puts the former ones back, whatever happens in between."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
         yield
     finally:
+        for name in attributes:
+            del vars(owner)[name]
         vars(owner).update(before)
 
 

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils import is_peft_model
@@ -22,11 +22,9 @@ from trl.trainer.utils import get_callable_name
 from ..config import CoDraftGRPOConfig
 from ..group.exchange import require_same
 from ..modeling.configuration_eagle3 import Eagle3DraftConfig
+from .run import Run
 from .support import base_policy
 
-
-if TYPE_CHECKING:
-    from ..trainer import CoDraftGRPOTrainer
 
 # Settings that steer neither what a rank computes nor which collectives it takes part in, by reason.
 MAY_DIFFER = {
@@ -112,13 +110,13 @@ def require_same_settings(args: CoDraftGRPOConfig, fresh_draft: bool) -> None:
     require_same(dist.group.WORLD, settings, required=not plain)
 
 
-def require_same_parts(trainer: "CoDraftGRPOTrainer") -> None:
+def require_same_parts(run: Run) -> None:
     """
     Checks that all ranks were given the same policy, data and functions, as far as these decide what is computed and in
     which shapes: not the contents of datasets, nor what functions do. Collective.
 
     Args:
-        trainer ([`CoDraftGRPOTrainer`]):
+        run ([`~run.Run`]):
             The trainer, after `GRPOTrainer.__init__`.
 
     Raises:
@@ -126,23 +124,23 @@ def require_same_parts(trainer: "CoDraftGRPOTrainer") -> None:
     """
     if not _many_ranks():
         return
-    accelerator, args = trainer.accelerator, trainer.args
+    accelerator, args = run.accelerator, run.args
     parts = {
         "the kind of parallelism (Accelerate's `distributed_type`)": accelerator.distributed_type.value,
         "the precision (Accelerate's `mixed_precision`)": accelerator.mixed_precision,
-        "the class of the tokenizer (`processing_class`)": type(trainer.processing_class).__name__,
-        "the number of tokens of the tokenizer": len(trainer._tokenizer),
-        "the padding token": trainer._tokenizer.pad_token_id,
-        "the length of `train_dataset`": _length(trainer.train_dataset),
-        "the length of `eval_dataset`": _length(trainer.eval_dataset),
-        "the number of reward functions": len(trainer.reward_funcs),
-        "the names of `tools`": [get_callable_name(tool) for tool in trainer.tools],
-        "whether there is a `rollout_func`": trainer.rollout_func is not None,
-        "the names in `environment_factory`": sorted(map(str, trainer.environment_factories or ())),
-        "whether there is a reference policy of its own": trainer.ref_model is not None,
-        "the class of the optimizer in `optimizers`": _name_of_class(trainer.optimizer),
-        "the class of the schedule in `optimizers`": _name_of_class(trainer.lr_scheduler),
-        **_policy_parts(trainer.model, whole=args.holds_whole_policy),
+        "the class of the tokenizer (`processing_class`)": type(run.processing_class).__name__,
+        "the number of tokens of the tokenizer": len(run._tokenizer),
+        "the padding token": run._tokenizer.pad_token_id,
+        "the length of `train_dataset`": _length(run.train_dataset),
+        "the length of `eval_dataset`": _length(run.eval_dataset),
+        "the number of reward functions": len(run.reward_funcs),
+        "the names of `tools`": [get_callable_name(tool) for tool in run.tools],
+        "whether there is a `rollout_func`": run.rollout_func is not None,
+        "the names in `environment_factory`": sorted(map(str, run.environment_factories or ())),
+        "whether there is a reference policy of its own": run.ref_model is not None,
+        "the class of the optimizer in `optimizers`": _name_of_class(run.optimizer),
+        "the class of the schedule in `optimizers`": _name_of_class(run.lr_scheduler),
+        **_policy_parts(run.model, whole=args.holds_whole_policy),
     }
     require_same(dist.group.WORLD, parts)
 
@@ -158,7 +156,7 @@ def require_same_draft(config: Eagle3DraftConfig) -> None:
         require_same(dist.group.WORLD, _fields_of("the draft's", config.to_dict()))
 
 
-def require_same_start(trainer: "CoDraftGRPOTrainer") -> None:
+def require_same_start(run: Run) -> None:
     """
     Checks that training begins at the same step on all ranks, and with what the same files hold of a draft. Collective.
 
@@ -168,10 +166,11 @@ def require_same_start(trainer: "CoDraftGRPOTrainer") -> None:
     if not _many_ranks():
         return
     start = {
-        "the step that training starts from": trainer.state.global_step,
-        "the number of steps": trainer.state.max_steps,
-        "whether the draft goes on from a checkpoint": trainer._draft_to_resume is not None,
-        "whether the draft has been trained before": trainer.draft_trainer is not None,
+        "the step that training starts from": run.state.global_step,
+        "the number of steps": run.state.max_steps,
+        "whether the draft goes on from a checkpoint": run.learner is not None
+        and run.learner.resumes_from is not None,
+        "whether the draft has been trained before": run.learner is not None and run.learner.trainer is not None,
     }
     require_same(dist.group.WORLD, start)
 

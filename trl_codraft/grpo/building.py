@@ -1,10 +1,8 @@
 """From the trainer's configuration to a draft model and what trains it."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -13,11 +11,7 @@ from ..modeling.configuration_eagle3 import Eagle3DraftConfig
 from ..modeling.disk.tensors import check_fits_policy, read_draft_config
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
 from ..modeling.taps import decoder_of
-from ..training.draft_trainer import DraftTrainer, DraftTrainingArguments
-
-
-if TYPE_CHECKING:
-    from ..trainer import CoDraftGRPOTrainer
+from ..training.draft_trainer import DraftTrainingArguments
 
 
 logger = logging.get_logger(__name__)
@@ -137,16 +131,3 @@ def draft_training_arguments(args: CoDraftGRPOConfig, rollout_temperature: float
     settings = {field: getattr(args, setting) for field, setting in TRAINING_SETTINGS.items()}
     settings = {field: value for field, value in settings.items() if value is not None}
     return DraftTrainingArguments(**settings, rollout_temperature=rollout_temperature)
-
-
-def build_draft_trainer(trainer: "CoDraftGRPOTrainer") -> DraftTrainer:
-    """What trains a trainer's draft, pretraining included. The draft's weights are there and equal on all ranks."""
-    args = trainer.args
-    return DraftTrainer(
-        trainer.draft_model,
-        trainer.policy_head,
-        draft_training_arguments(args, rollout_temperature=trainer.temperature),
-        reduce_sum=trainer._sum_over_ranks,
-        num_training_steps=args.draft_pretrain_steps + trainer.state.max_steps,
-        sharers=dist.group.WORLD if args.draft_shard_optimizer and args.world_size > 1 else None,
-    )

@@ -15,8 +15,8 @@ from ..cp.rotary import decided_by_length
 from ..cp.sharding import IGNORED, ContextSharding, PackedMicrobatch
 from ..group.exchange import LossGroup
 from ..group.members import Scores
+from ..pp.padding import BUCKET, PaddedMicrobatch, pad_microbatches
 from ..pp.pipeline import Microbatch
-from ..pp.rows import BUCKET, Rows, pad_microbatches
 from ..pp.stages.view import Shard
 
 
@@ -63,6 +63,9 @@ class StepRows(Protocol):
     def keep_states(self, microbatch: int, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states of a microbatch without what was added to bring it to one shape."""
 
+    def packed(self, microbatch: int) -> PackedMicrobatch | None:
+        """How a microbatch is split over ranks; `None` if it is whole."""
+
 
 class WholeRows:
     """
@@ -82,7 +85,7 @@ class WholeRows:
 
     def __init__(self, jobs: Sequence[Job], pad_token_id: int, rotary: Sequence[torch.nn.Module] = ()):
         self.jobs, self.rotary = jobs, rotary
-        rows = [Rows(job.input_ids, job.attention_mask, job.completion_shape[1]) for job in jobs]
+        rows = [PaddedMicrobatch(job.input_ids, job.attention_mask, job.completion_shape[1]) for job in jobs]
         self.padded = pad_microbatches(rows, pad_token_id=pad_token_id)
 
     def inputs(self) -> list[Microbatch]:
@@ -127,6 +130,9 @@ class WholeRows:
         num_rows, num_columns = self.jobs[microbatch].attention_mask.shape
         first = self._added_left(microbatch)
         return hidden[:num_rows, first : first + num_columns]
+
+    def packed(self, microbatch: int) -> None:
+        return None
 
 
 class ShardedRows:
@@ -188,5 +194,7 @@ class ShardedRows:
         return Scores(full[0], full[1], None)
 
     def keep_states(self, microbatch: int, hidden: torch.Tensor) -> torch.Tensor:
-        self.sharding.packed = self.packs[microbatch]
         return hidden
+
+    def packed(self, microbatch: int) -> PackedMicrobatch:
+        return self.packs[microbatch]

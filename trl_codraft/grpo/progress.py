@@ -9,14 +9,14 @@ then there is nothing to add to.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
-from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
+
+from .run import Run
 
 
 # In the order in which a micro-step goes through them.
@@ -90,81 +90,61 @@ class ProgressBoard:
         return f"Ranks that have come least far: {named}{more}. This one, rank {self.rank}: {own}."
 
 
-class KnownProgress(GRPOTrainer):
-    """Notes what this rank has come to, and explains errors of collectives by what the others have."""
+class ProgressReports:
+    """
+    Notes what this rank has come to, and explains errors of collectives by what the others have.
 
-    _board: ProgressBoard | None = None
-    _micro_step = 0
+    Args:
+        run ([`~run.Run`]):
+            The trainer.
 
-    def train(self, *args, **kwargs):
+    Attributes:
+        board ([`ProgressBoard`] or `None`):
+            Where all ranks report; `None` in a single process, or before training.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.board: ProgressBoard | None = None
+        self._micro_step = 0
+
+    def start(self) -> None:
+        """Begins a run's reports, in place of what an earlier run of this process came to."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._board = ProgressBoard(store, dist.get_rank(), dist.get_world_size())
-            # In place of what an earlier run of this process came to.
-            self._note(STAGES[0])
-        with self._explained_errors():
-            return super().train(*args, **kwargs)
+            self.board = ProgressBoard(store, dist.get_rank(), dist.get_world_size())
+            self.note(STAGES[0])
+
+    def note(self, stage: str) -> None:
+        """Says that this rank has reached one of `STAGES`."""
+        if stage not in OF_THE_DRAFT:  # it learns when TRL has counted the micro-step, or in a pipeline before that
+            self._micro_step = self.run._step
+        if self.board is not None:
+            self.board.note(self._micro_step, stage)
 
     @contextmanager
-    def _explained_errors(self) -> Iterator[None]:
+    def explained_errors(self) -> Iterator[None]:
+        """Within it, an error of a collective names the ranks that have come least far."""
         try:
             yield
         except RuntimeError as error:
-            if self._board is None or not (
+            if self.board is None or not (
                 isinstance(error, dist.DistError) or any(text in str(error) for text in COLLECTIVE_ERRORS)
             ):
                 raise
-            raise RuntimeError(f"{error}\n{self._board.explanation()}") from error
+            raise RuntimeError(f"{error}\n{self.board.explanation()}") from error
 
-    def _note(self, stage: str) -> None:
-        if stage not in OF_THE_DRAFT:  # it learns when TRL has counted the micro-step, or in a pipeline before that
-            self._micro_step = self._step
-        if self._board is not None:
-            self._board.note(self._micro_step, stage)
-
-    @contextmanager
-    def _noted_at_gather(self, owner: Any, stage: str) -> Iterator[None]:
+    def noting(self, stage: str) -> Callable[[Callable], Callable]:
         """
-        Within it, a stage is reached where TRL first waits for other ranks: `owner.gather` is the collective behind the
-        callables that users pass, which TRL gets as they are.
+        Makes of a `gather` one that notes a stage first: there TRL waits for other ranks, behind the callables that users
+        pass, which it gets as they are.
         """
-        gather = owner.gather
 
-        def noting_gather(tensor):
-            self._note(stage)
-            return gather(tensor)
+        def wrap(gather: Callable) -> Callable:
+            def noting_gather(tensor: Any) -> Any:
+                self.note(stage)
+                return gather(tensor)
 
-        own = vars(owner).get("gather")  # `None` for a method of the class
-        owner.gather = noting_gather
-        try:
-            yield
-        finally:
-            if own is None:
-                del owner.gather
-            else:
-                owner.gather = own
+            return noting_gather
 
-    def _generate(self, prompts):
-        self._note("rollouts")
-        if self.rollout_func is None or self._board is None:
-            return super()._generate(prompts)
-        with self._noted_at_gather(self.accelerator, "rollouts done"):
-            return super()._generate(prompts)
-
-    def _generate_single_turn(self, *args, **kwargs):
-        result = super()._generate_single_turn(*args, **kwargs)
-        self._note("rollouts done")
-        return result
-
-    def _calculate_rewards(self, *args):
-        self._note("rewards")
-        if self._board is None:
-            return super()._calculate_rewards(*args)
-        # TRL runs the functions and gathers what they return in one go.
-        with self._noted_at_gather(grpo_trainer, "rewards done"):
-            return super()._calculate_rewards(*args)
-
-    def _prepare_inputs(self, generation_batch):
-        inputs = super()._prepare_inputs(generation_batch)
-        self._note("loss")
-        return inputs
+        return wrap

@@ -2,40 +2,37 @@
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 from ..modeling.naming import shown
-
-
-if TYPE_CHECKING:
-    from ..trainer import CoDraftGRPOTrainer
+from .run import Run
 
 
 COLUMN = "prompt"
 
 
-def require_prompts(trainer: "CoDraftGRPOTrainer") -> None:
+def require_prompts(run: Run) -> None:
     """
     Raises if the training set or an evaluation set has no `prompt` column, or the training set no rows. Environments write
     prompts themselves.
 
     Args:
-        trainer ([`CoDraftGRPOTrainer`]):
+        run ([`~run.Run`]):
             The trainer, after `GRPOTrainer.__init__`.
 
     Raises:
         ValueError: naming the dataset and the columns that it has.
     """
-    train = trainer.train_dataset
+    train = run.train_dataset
     if isinstance(train, Sized) and not len(train):
         raise ValueError(
             "`train_dataset` has no rows. Pass one that holds prompts (a filter may have dropped all of them)."
         )
-    if trainer.environment_factories is not None:
+    if run.environment_factories is not None:
         return
-    for name, dataset in [("train_dataset", train), *evaluation_sets(trainer.eval_dataset)]:
+    for name, dataset in [("train_dataset", train), *evaluation_sets(run.eval_dataset)]:
         columns = _other_columns(dataset)
         if columns:
             raise ValueError(

@@ -4,6 +4,7 @@ that "not there" means the same to a resume, to the best model at the end of a r
 """
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,13 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     part = folder / f".{DRAFT_STATE_NAME}"
     torch.save(state, part)
     os.replace(part, folder / DRAFT_STATE_NAME)
+
+
+def remove_stale_draft(checkpoint: str | os.PathLike) -> None:
+    """Removes a draft that an earlier run left in a checkpoint which now gets a policy without one."""
+    saved = find_draft(checkpoint)
+    if saved.lack is None:
+        shutil.rmtree(saved.folder)
 
 
 def check_same_draft(saved: Eagle3DraftConfig, own: Eagle3DraftConfig) -> None:

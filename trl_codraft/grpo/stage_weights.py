@@ -1,5 +1,6 @@
 """
-Policies of which every rank holds its own stages alone (`pipeline_replica=False`): how TRL's trainer comes to have one.
+Policies of which every rank holds its own stages alone (`pipeline_replica=False`): how TRL's trainer comes to have
+one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,17 +11,19 @@ import transformers
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
-from trl.trainer import grpo_trainer
 
 from ..config import CoDraftGRPOConfig
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
 from ..modeling.taps import decoder_of
 from ..pp.balance import draft_cost_of, fastest_layers, head_cost_of
 from ..pp.order import schedule_order
-from ..pp.stages.loading import load_part
+from ..pp.shape import stages_of_layers
 from ..pp.stages.split import keep_stages, require_split
+from ..pp.stages.weights import load_stage_weights
 from .building import config_of_draft
+from .join_context import mesh_of
 from .support import base_policy
+from .trl_patches import create_model_from_path, models_loaded_by
 
 
 # Stages of a rank under the interleaved schedule, where `layers_per_stage` does not say.
@@ -31,7 +34,7 @@ def layers_of_stages(
     args: CoDraftGRPOConfig, policy: nn.Module, draft: str | Eagle3DraftModel | None = None
 ) -> tuple[int, ...]:
     """
-    Decoder layers of each stage: what the user says, or balanced with the head and the draft's training counted.
+    Decoder layers of each stage: as the user says, or balanced with the head and the draft's training counted.
 
     Args:
         args ([`CoDraftGRPOConfig`]):
@@ -39,7 +42,7 @@ def layers_of_stages(
         policy ([`~transformers.PreTrainedModel`]):
             The policy, whole; weights do not matter.
         draft (`str` or [`Eagle3DraftModel`], *optional*):
-            What the draft starts from; a fresh one if `None`.
+            The draft to start from; a fresh one if `None`.
 
     Raises:
         ValueError: if the policy has other layers than the user says, or fewer than stages.
@@ -63,18 +66,13 @@ def layers_of_stages(
     )
 
 
-def place_in_pipeline(args: CoDraftGRPOConfig, rank: int) -> int:
-    """Which of the ranks of its pipeline a rank of the run is: ranks that share a stage are neighbours."""
-    return rank % (args.pipeline_parallel_size * args.context_parallel_size) // args.context_parallel_size
-
-
 def require_place_for_adapter(config: Any, policy: nn.Module, layers: Sequence[int], num_ranks: int) -> None:
     """
     Refuses LoRA that a rank with its stages alone has no module for: PEFT would fail there, and there only.
 
     Args:
         config (`PeftConfig`):
-            Of the adapter.
+            Configuration of the adapter.
         policy ([`~transformers.PreTrainedModel`]):
             The policy, whole; weights do not matter.
         layers (`Sequence[int]`), num_ranks (`int`):
@@ -96,23 +94,23 @@ def require_place_for_adapter(config: Any, policy: nn.Module, layers: Sequence[i
     if outside or config.trainable_token_indices:
         what = f"adapts `{min(outside)}`" if outside else "has `trainable_token_indices`"
         raise ValueError(
-            f"The LoRA configuration {what}, and no rank but its stage's has that module (`pipeline_replica=False`). Leave "
-            "it out (`modules_to_save` trains embedding or head whole), or set `pipeline_replica=True`."
+            f"The LoRA configuration {what}, and no rank but its stage's has that module (`pipeline_replica=False`). "
+            "Leave it out (`modules_to_save` trains embedding or head whole), or set `pipeline_replica=True`."
         )
-    stages = [stage for stage, count in enumerate(layers) for _ in range(count)]
-    own = zip(stages, decoder_of(policy).layers, strict=True)
+    own = zip(stages_of_layers(layers), decoder_of(policy).layers, strict=True)
     served = {
         stage % num_ranks for stage, layer in own if any(path.startswith(f"{paths[layer]}.") for path in targets)
     }
     if chosen and len(served) < num_ranks:
         raise ValueError(
-            f"The LoRA configuration adapts no layer on ranks {sorted(set(range(num_ranks)) - served)} of a pipeline, which "
-            f"have layers {list(layers)} of the policy by stage (`pipeline_replica=False`). Change `target_modules`, "
-            "`layers_to_transform` or `layers_per_stage` so that every rank has an adapter, or set `pipeline_replica=True`."
+            f"The LoRA configuration adapts no layer on ranks {sorted(set(range(num_ranks)) - served)} of a pipeline, "
+            f"which have layers {list(layers)} of the policy by stage (`pipeline_replica=False`). Change "
+            "`target_modules`, `layers_to_transform` or `layers_per_stage` so that every rank has an adapter, or set "
+            "`pipeline_replica=True`."
         )
 
 
-class PolicyParts:
+class StageWeights:
     """
     Cuts policies down to this rank's stages.
 
@@ -120,9 +118,9 @@ class PolicyParts:
         args ([`CoDraftGRPOConfig`]):
             The configuration.
         adapters (`Sequence[PeftConfig]`, *optional*, defaults to `()`):
-            Of the adapters that policies have or get.
+            Configurations of the adapters that policies have or get.
         draft (`str` or [`Eagle3DraftModel`], *optional*):
-            What the draft starts from.
+            The draft to start from.
 
     Attributes:
         layers (`tuple[int, ...]` or `None`):
@@ -136,49 +134,47 @@ class PolicyParts:
         self.layers: tuple[int, ...] | None = None
 
     def cut(self, policy: PreTrainedModel) -> list[str]:
-        """Drops other ranks' layers from a whole policy, in place; the paths of what it dropped."""
+        """Drops other ranks' layers from a whole policy, in place, and returns the paths of the dropped modules."""
         layers = layers_of_stages(self.args, policy, self.draft)
         for adapter in self.adapters:
             require_place_for_adapter(adapter, policy, layers, self.args.pipeline_parallel_size)
-        size = self.args.pipeline_parallel_size
-        stages = range(place_in_pipeline(self.args, self.args.process_index), len(layers), size)
+        mesh = mesh_of(self.args)
+        stages = range(mesh.place_of(self.args.process_index).pp, len(layers), mesh.pipeline_size)
         self.layers = layers
-        # In the reference policy too, whose parameters TRL pairs with the policy's when it follows it.
+        # The reference policy keeps it too: TRL pairs its parameters with the policy's when it follows it.
         return keep_stages(policy, layers, stages, embedding=self.args.use_draft)
 
     def create_model_from_path(self, path: str, **kwargs: Any) -> PreTrainedModel:
-        """TRL's function of that name for a part of the policy."""
+        """Loads the stages of this rank alone, in place of TRL's function of the same name."""
         names = ("revision", "trust_remote_code")
         config = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in names if name in kwargs})
         # A class of the checkpoint's own code, or none at all.
         architecture = getattr(transformers, (config.architectures or [""])[0], None)
         if architecture is None:
             raise ValueError(
-                f"{path} has the architecture {config.architectures}, which Transformers does not have itself: it cannot "
-                "be loaded in parts. Pass a model object instead, or set `pipeline_replica=True`."
+                f"{path} has the architecture {config.architectures}, which Transformers does not have itself: it "
+                "cannot be loaded by stages. Pass a model object instead, or set `pipeline_replica=True`."
             )
-        return create_model_from_path(path, architecture=_Part(architecture, self), **kwargs)
+        return create_model_from_path(path, architecture=_StageArchitecture(architecture, self), **kwargs)
 
 
-class _Part:
-    """What TRL takes for a class to load: its `from_pretrained` loads this rank's part."""
+class _StageArchitecture:
+    """Passes for a class of Transformers where TRL loads one: its `from_pretrained` loads this rank's stages."""
 
-    def __init__(self, architecture: type[PreTrainedModel], parts: PolicyParts):
-        self.architecture, self.parts = architecture, parts
+    def __init__(self, architecture: type[PreTrainedModel], stage_weights: StageWeights):
+        self.architecture, self.stage_weights = architecture, stage_weights
 
     def from_pretrained(self, path: str, **kwargs: Any) -> PreTrainedModel:
-        return load_part(self.architecture, path, self.parts.cut, **kwargs)
-
-
-create_model_from_path = grpo_trainer.create_model_from_path
+        return load_stage_weights(self.architecture, path, self.stage_weights.cut, **kwargs)
 
 
 @contextmanager
-def policies_in_parts(
+def only_stage_weights(
     args: CoDraftGRPOConfig, model: Any, peft_config: Any = None, draft: str | Eagle3DraftModel | None = None
-) -> Iterator[PolicyParts | None]:
+) -> Iterator[StageWeights | None]:
     """
-    Within it, `GRPOTrainer.__init__` loads parts of its policy and of its reference policy, if ranks hold parts.
+    Within it, `GRPOTrainer.__init__` loads this rank's stages of its policy and of its reference policy, if no rank
+    holds the whole of them.
 
     Args:
         args ([`CoDraftGRPOConfig`]):
@@ -188,17 +184,14 @@ def policies_in_parts(
         peft_config (`PeftConfig`, *optional*):
             The argument of the trainer.
         draft (`str` or [`Eagle3DraftModel`], *optional*):
-            What the draft starts from.
+            The draft to start from.
     """
     if args.holds_whole_policy:
         yield None
         return
     adapters = [*model.peft_config.values()] if isinstance(model, nn.Module) and is_peft_model(model) else []
-    parts = PolicyParts(args, [*adapters, *([] if peft_config is None else [peft_config])], draft)
+    stage_weights = StageWeights(args, [*adapters, *([] if peft_config is None else [peft_config])], draft)
     if isinstance(model, nn.Module):
-        parts.cut(base_policy(model))
-    grpo_trainer.create_model_from_path = parts.create_model_from_path
-    try:
-        yield parts
-    finally:
-        grpo_trainer.create_model_from_path = create_model_from_path
+        stage_weights.cut(base_policy(model))
+    with models_loaded_by(stage_weights.create_model_from_path):
+        yield stage_weights

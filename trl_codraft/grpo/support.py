@@ -3,7 +3,6 @@
 import inspect
 import math
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module, is_peft_model
 from torch import nn
@@ -17,10 +16,7 @@ from ..modeling.taps import decoder_of, name_of
 from ..rollout.binding import reason_of_generate
 from ..rollout.stats import SpeculativeStats
 from ..vllm.generation import plain_vllm_reason
-
-
-if TYPE_CHECKING:
-    from ..trainer import CoDraftGRPOTrainer
+from .run import Run
 
 
 logger = logging.get_logger(__name__)
@@ -48,11 +44,11 @@ def base_policy(model: nn.Module) -> nn.Module:
     return model.get_base_model() if is_peft_model(model) else model
 
 
-def is_compiled(trainer: "CoDraftGRPOTrainer") -> bool:
+def is_compiled(run: Run) -> bool:
     """Whether `torch.compile` has to do with the policy: by the run's settings, or because the user called it."""
-    if trainer.args.torch_compile or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+    if run.args.torch_compile or run.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         return True
-    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in trainer.model.modules())
+    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in run.model.modules())
 
 
 def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: str | Eagle3DraftModel | None) -> None:
@@ -85,23 +81,23 @@ def refuse_contradictions(args: CoDraftGRPOConfig, draft_model: str | Eagle3Draf
         raise ValueError("`rollout_cuda_graphs=True` is for rollouts without vLLM, which records its own. Unset it.")
 
 
-def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:
+def refuse_unsupported(run: Run) -> None:
     """
     Raises for settings under which no draft can be trained.
 
     Args:
-        trainer ([`CoDraftGRPOTrainer`]):
+        run ([`~run.Run`]):
             The trainer, after `GRPOTrainer.__init__`.
 
     Raises:
         ValueError: naming the setting and what to change.
     """
-    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+    if is_peft_model(run.model) and run.model.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens, so hidden states and tokens no "
+            f"{run.model.active_peft_config.peft_type} prepends virtual tokens, so hidden states and tokens no "
             f"longer line up. Use LoRA, or set `use_draft=False`."
         )
-    accelerator = trainer.accelerator
+    accelerator = run.accelerator
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage == 3:
@@ -114,12 +110,12 @@ def refuse_unsupported(trainer: "CoDraftGRPOTrainer") -> None:
             "FSDP1 flattens the policy's parameters, so the draft cannot read its head and embedding. Set "
             f"`fsdp_version: 2` in the Accelerate config. {WITHOUT_DRAFT}"
         )
-    if trainer._is_vlm:
-        raise ValueError(_takes_images(f"{name_of(base_policy(trainer.model))} with a processor"))
-    refuse_policy(base_policy(trainer.model))
+    if run._is_vlm:
+        raise ValueError(_takes_images(f"{name_of(base_policy(run.model))} with a processor"))
+    refuse_policy(base_policy(run.model))
     # In a pipeline the loss of experts is refused as such, and a rank may have none.
-    if trainer.aux_loss_enabled and trainer.args.pipeline_parallel_size == 1:
-        refuse_balancing(base_policy(trainer.model))
+    if run.aux_loss_enabled and run.args.pipeline_parallel_size == 1:
+        refuse_balancing(base_policy(run.model))
 
 
 def refuse_policy(policy: PreTrainedModel) -> None:
@@ -198,19 +194,19 @@ def _takes_images(who: str) -> str:
     )
 
 
-def refuse_cuda_graphs_elsewhere(trainer: "CoDraftGRPOTrainer") -> None:
+def refuse_cuda_graphs_elsewhere(run: Run) -> None:
     """
     Raises where the loop's forwards cannot be CUDA graphs, although they are asked for.
 
     Args:
-        trainer ([`CoDraftGRPOTrainer`]):
+        run ([`~run.Run`]):
             The trainer, whose rollouts are speculative.
 
     Raises:
         ValueError: naming the setting and what stands in its way.
     """
-    accelerator = trainer.accelerator
-    if not trainer.args.rollout_cuda_graphs:
+    accelerator = run.accelerator
+    if not run.args.rollout_cuda_graphs:
         return
     if accelerator.device.type != "cuda":
         raise ValueError(
@@ -223,12 +219,12 @@ def refuse_cuda_graphs_elsewhere(trainer: "CoDraftGRPOTrainer") -> None:
         )
 
 
-def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | None:
+def unsupported_in_groups(run: Run, instead: str) -> str | None:
     """
     Why ranks cannot compute losses together in this run, however they split the work.
 
     Args:
-        trainer ([`CoDraftGRPOTrainer`]):
+        run ([`~run.Run`]):
             The trainer, after `GRPOTrainer.__init__`.
         instead (`str`):
             What to set where nothing else helps.
@@ -236,24 +232,24 @@ def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | 
     Returns:
         `str` or `None`: what stands in the way and what to set instead.
     """
-    args, state = trainer.args, trainer.accelerator.state
-    if trainer._is_vlm:
+    args, state = run.args, run.accelerator.state
+    if run._is_vlm:
         return (
             f"the policy takes a processor (vision-language model), and images cannot be split over ranks. {instead}"
         )
     mesh = state.parallelism_config
     # Not None, and 1, of one that is sharded in other ways.
-    if base_policy(trainer.model).tp_size is not None or (mesh is not None and mesh.tp_size > 1):
+    if base_policy(run.model).tp_size is not None or (mesh is not None and mesh.tp_size > 1):
         return (
             "a policy that Transformers shards has pieces of layers where ranks are taken to have whole ones. Load it without "
             f"`tp_plan` and `distributed_config`, and set `tp_size=1` in Accelerate's `ParallelismConfig`. {instead}"
         )
-    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+    if is_peft_model(run.model) and run.model.active_peft_config.is_prompt_learning:
         return (
-            f"{trainer.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA. "
+            f"{run.model.active_peft_config.peft_type} prepends virtual tokens that belong to no rank. Use LoRA. "
             f"{instead}"
         )
-    if is_compiled(trainer):
+    if is_compiled(run):
         return (
             "`torch_compile` cannot trace a forward that other ranks take part in. Set `torch_compile=False`, and "
             "`dynamo_backend: 'NO'` in the Accelerate config, and pass a model that is not compiled."
@@ -263,31 +259,31 @@ def unsupported_in_groups(trainer: "CoDraftGRPOTrainer", instead: str) -> str | 
     return None
 
 
-def plain_rollout_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
+def plain_rollout_reason(run: Run) -> str | None:
     """
     Why rollouts cannot be speculative in this run.
 
     Args:
-        trainer ([`CoDraftGRPOTrainer`]):
+        run ([`~run.Run`]):
             The trainer, after `GRPOTrainer.__init__`.
 
     Returns:
         `str` or `None`: the reason and what to change, or `None` if speculation is possible.
     """
-    if trainer.use_vllm:
-        return plain_vllm_reason(trainer)
-    if trainer.use_transformers_continuous_batching:
+    if run.use_vllm:
+        sampling = {"min_p": run.min_p, "temperature": run.temperature, **(run.args.generation_kwargs or {})}
+        served = run.vllm_generation.server_draft if run.vllm_generation.mode == "server" else None
+        return plain_vllm_reason(run.accelerator.device, sampling, served)
+    if run.use_transformers_continuous_batching:
         return "continuous batching (`use_transformers_continuous_batching=True`) has no speculative decoding"
-    if trainer.rollout_func is not None:
+    if run.rollout_func is not None:
         return "`rollout_func` generates the rollouts"
-    if trainer.args.neftune_noise_alpha is not None:
+    if run.args.neftune_noise_alpha is not None:
         return (
             "`neftune_noise_alpha` adds noise to the embeddings in rollouts too, as strong as a forward is short, so "
             "verifying several tokens at once would sample from another distribution"
         )
-    reason = reason_of_generate(
-        base_policy(trainer.model), trainer.model.generate, trainer.generation_config, training=True
-    )
+    reason = reason_of_generate(base_policy(run.model), run.model.generate, run.generation_config, training=True)
     return None if reason is None else reason.removesuffix(".")
 
 

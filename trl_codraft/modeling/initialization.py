@@ -6,7 +6,6 @@ Shapes: `n` taps, `H` draft hidden size, `Ht` policy hidden size, `V` / `Vd` pol
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,9 +15,6 @@ from .layers import DraftLinear, DraftRMSNorm
 from .taps import decoder_of
 from .teacher import PolicyHead
 
-
-if TYPE_CHECKING:
-    from .modeling_eagle3 import Eagle3DraftModel
 
 # Measured on SmolLM2-135M (3 passes, 2230 draft tokens, AdamW 1e-3, held-out loss per token of pass 0): after 20 steps
 # 3.7 with the last tap passed through, this noise and this spread; 5.0 with the policy's final norm unscaled (it starts
@@ -53,7 +49,7 @@ def fill_at_random(modules: Iterable[nn.Module], seed: int, std: float | None = 
 
 @torch.no_grad()
 def initialize_draft(
-    draft: "Eagle3DraftModel",
+    draft: nn.Module,
     head: PolicyHead,
     final_norm_weight: torch.Tensor | None = None,
     tap_scales: Sequence[float] | torch.Tensor | None = None,
@@ -139,7 +135,7 @@ def _final_norm_weight(policy: nn.Module, size: int) -> torch.Tensor | None:
     return effective_norm_weight(norms[-1]) if norms else None
 
 
-def _checked(draft: "Eagle3DraftModel", weight, final_norm_weight, tap_scales) -> list[float]:
+def _checked(draft: nn.Module, weight, final_norm_weight, tap_scales) -> list[float]:
     """The scale of each tap, after checking that everything fits the draft."""
     config = draft.config
     num_taps = len(config.tap_layers)

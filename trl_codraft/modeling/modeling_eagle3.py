@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .attention import branch_attention
 from .configuration_eagle3 import Eagle3DraftConfig
+from .disk.tensors import load_draft, save_draft
 from .initialization import fill_at_random, initialize_draft
 from .layers import DraftLayer, DraftLinear, DraftRMSNorm, DraftRotary, take_columns
 from .packing import PackedLayout
@@ -326,15 +327,11 @@ class Eagle3DraftModel(nn.Module):
 
     def save_pretrained(self, path, **kwargs) -> None:
         """Writes the draft as one folder for vLLM, SGLang and speculators; see [`~checkpoint.save_draft`]."""
-        from .disk.tensors import save_draft
-
         save_draft(self, path, **kwargs)
 
     @classmethod
     def from_pretrained(cls, path_or_repo, **kwargs) -> "Eagle3DraftModel":
         """Reads a draft from a folder or a Hub repository; see [`~checkpoint.load_draft`]."""
-        from .disk.tensors import load_draft
-
         return load_draft(cls, path_or_repo, **kwargs)
 
 

@@ -1,7 +1,7 @@
 """
 How many decoder layers each stage of a pipeline gets, the policy's head and the draft counted.
 
-Costs are times for a microbatch, forward and backward, in units of those of one decoder layer.
+Costs are times for a microbatch, forward and backward, in units of a decoder layer's.
 """
 
 from torch import nn
@@ -22,7 +22,7 @@ def balance_layers(num_layers: int, num_stages: int, *, head_cost: float = 0.0) 
 
     Args:
         num_layers (`int`), num_stages (`int`):
-            Of the policy.
+            Decoder layers of the policy, and stages.
         head_cost (`float`, *optional*, defaults to `0.0`):
             See [`head_cost_of`].
 
@@ -34,13 +34,13 @@ def balance_layers(num_layers: int, num_stages: int, *, head_cost: float = 0.0) 
     """
     if num_stages > num_layers:
         raise ValueError(
-            f"{num_layers} layers cannot be split into {num_stages} stages: every stage needs at least one. Use at most "
-            f"{num_layers} stages (in the trainer: lower `pipeline_parallel_size`)."
+            f"{num_layers} layers cannot be split into {num_stages} stages: every stage needs at least one. Use at "
+            f"most {num_layers} stages (in the trainer: lower `pipeline_parallel_size`)."
         )
     layers = [1] * num_stages
     extra = [0.0] * (num_stages - 1) + [head_cost]
     for _ in range(num_layers - num_stages):
-        # Of equals the latest: earlier stages hold the activations of more microbatches.
+        # The latest of equals: earlier stages hold the activations of more microbatches.
         layers[min(range(num_stages), key=lambda stage: (layers[stage] + extra[stage], -stage))] += 1
     return tuple(layers)
 
@@ -49,15 +49,15 @@ def fastest_layers(
     num_layers: int, order: Order, *, head_cost: float = 0.0, draft_cost: float = 0.0, most_growth: float = MOST_GROWTH
 ) -> tuple[int, ...]:
     """
-    Layers per stage with which a step takes the least time, the draft's training counted. It runs on the last rank when that
-    has done its last backward, while other ranks still run theirs: fewer layers there let it begin sooner and make the other
-    stages slower. Which number of layers on that rank is best is simulated.
+    Layers per stage with which a step takes the least time, the draft's training counted. It runs on the last rank
+    when that has done its last backward, while other ranks still run theirs: fewer layers there let it begin sooner
+    and make the other stages slower. Which number of layers on that rank is best is simulated.
 
     Args:
         num_layers (`int`):
-            Of the policy.
+            Decoder layers of the policy.
         order (`tuple[tuple[Action, ...], ...]`):
-            What each rank runs, from [`schedule_order`].
+            By rank, its actions: see [`schedule_order`].
         head_cost (`float`, *optional*, defaults to `0.0`), draft_cost (`float`, *optional*, defaults to `0.0`):
             See [`head_cost_of`] and [`draft_cost_of`].
         most_growth (`float`, *optional*, defaults to `1/8`):
@@ -89,14 +89,14 @@ def fastest_layers(
 
 def step_time(order: Order, layers: tuple[int, ...], *, head_cost: float = 0.0, draft_cost: float = 0.0) -> float:
     """
-    From the first forward until all backwards have run and the draft has learned from every microbatch, if messages take no
-    time: in units of a layer's forward, of which its backward takes two.
+    From the first forward until all backwards have run and the draft has learned from every microbatch, if messages
+    take no time: in units of a layer's forward, of which its backward takes two.
 
     Args:
         order (`tuple[tuple[Action, ...], ...]`), head_cost (`float`), draft_cost (`float`):
             As in [`fastest_layers`].
         layers (`tuple[int, ...]`):
-            Of each stage.
+            Decoder layers of each stage.
     """
     costs = [*layers[:-1], layers[-1] + head_cost]
 
@@ -111,14 +111,15 @@ def step_time(order: Order, layers: tuple[int, ...], *, head_cost: float = 0.0, 
 
 
 def head_cost_of(policy: nn.Module) -> float:
-    """Weights of the policy's head in units of those of a layer that a token goes through: about the ratio of their times."""
+    """Weights of the policy's head per weight of a layer that a token goes through: about the ratio of their times."""
     return policy.get_output_embeddings().weight.numel() / _weights_of_layer(policy)
 
 
 def draft_cost_of(policy: nn.Module, draft: PreTrainedConfig, num_passes: int) -> float:
     """
-    Multiply-adds of the draft's training in units of those of a layer's forward and backward, attention's products left out
-    of both: the formula of `benchmarks/cotraining_overhead.py` with every pass over all rows, which is an upper bound.
+    Multiply-adds of the draft's training in units of those of a layer's forward and backward, attention's products
+    left out of both: the formula of `benchmarks/cotraining_overhead.py` with every pass over all rows, which is an
+    upper bound.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -141,7 +142,7 @@ def draft_cost_of(policy: nn.Module, draft: PreTrainedConfig, num_passes: int) -
 
 
 def _weights_of_layer(policy: nn.Module) -> float:
-    """Of the first decoder layer, as many as a token goes through: of experts those that are active."""
+    """Weights of the first decoder layer that a token goes through: of experts the active ones alone."""
     layer = decoder_of(policy).layers[0]
     active = experts_per_token(policy.config.get_text_config().per_layer_config[0])
     # Quantised matrices are packed into fewer values.

@@ -1,5 +1,5 @@
 """
-What each rank of a pipeline runs, in which order, and how many landing slots a tap channel beside it needs.
+The order in which each rank of a pipeline runs its actions, and how many landing slots a tap channel beside it needs.
 
 Letters: `p` ranks, `v` virtual stages per rank, `n` microbatches, stage `s` of `p * v`, on rank `s % p`.
 """
@@ -32,8 +32,8 @@ def schedule_order(schedule: str, num_ranks: int, num_stages: int, num_microbatc
 
     Args:
         schedule (`str`):
-            `"GPipe"` (all forwards, then all backwards), `"1F1B"` or `"Interleaved1F1B"` (arXiv 2104.04473, section 2.2;
-            rounds of at least `p` microbatches).
+            `"GPipe"` (all forwards, then all backwards), `"1F1B"` or `"Interleaved1F1B"` (arXiv 2104.04473, section
+            2.2; rounds of at least `p` microbatches).
         num_ranks (`int`), num_stages (`int`), num_microbatches (`int`):
             Sizes. Stage `s` is on rank `s % num_ranks`.
 
@@ -71,8 +71,8 @@ def _interleaved(num_ranks: int, num_stages: int, num_microbatches: int) -> Orde
     per_rank, rest = divmod(num_stages, num_ranks)
     if rest or per_rank < 2:
         raise ValueError(
-            f"Interleaved1F1B needs a multiple of the ranks as stages, at least twice as many, got {num_stages} stages "
-            f"on {num_ranks} ranks. Use '1F1B' for one stage per rank."
+            f"Interleaved1F1B needs a multiple of the ranks as stages, at least twice as many, got {num_stages} "
+            f"stages on {num_ranks} ranks. Use '1F1B' for one stage per rank."
         )
     rounds = max(1, num_microbatches // num_ranks)
     if num_microbatches % rounds:
@@ -123,8 +123,8 @@ def forwards_only(order: Order) -> Order:
 
 def runs_through(order: Order, num_stages: int, slots: Mapping[int, int], sink: int) -> bool:
     """
-    Whether a pipeline ends in which the forward of microbatch `k` on a source stage waits for a free landing slot: until
-    the sink stage has taken microbatch `k - slots`, which it does in its own forward.
+    Whether a pipeline ends in which the forward of microbatch `k` on a source stage waits for a free landing slot:
+    until the sink stage has taken microbatch `k - slots`, which it does in its own forward.
 
     Every action is enabled by others that only ever complete more, so one greedy run decides for all interleavings.
 
@@ -158,7 +158,7 @@ def runs_through(order: Order, num_stages: int, slots: Mapping[int, int], sink: 
 
 
 def _needs(action: Action, num_stages: int) -> list[Action]:
-    """What has to be done before an action, on whatever rank."""
+    """Actions that come before one, on whatever rank."""
     stage, microbatch, backward = action
     if not backward:
         return [Action(stage - 1, microbatch)] if stage else []

@@ -29,25 +29,25 @@ Microbatch = Mapping[str, torch.Tensor]
 
 class Pipeline:
     """
-    This rank's part of a pipeline.
+    The stages of this rank, run in a pipeline with those of the others.
 
-    Metadata is static and every step has one shape, so no forward is run to find it out. What torch needs for a shape is
-    kept for the shapes used last, apart for training and evaluation, and dropped after an exception. Gradients are
-    never scaled: they are the sum over the microbatches.
+    Metadata is static and every step has one shape, so no forward is run to find it out. The stages and schedules of
+    torch are kept for the shapes used last, apart for training and evaluation, and dropped after an exception.
+    Gradients are never scaled: they are the sum over the microbatches.
 
     Args:
         stages (`Sequence[PolicyStage]`):
-            Those of this rank: stage `s` is on rank `s % p`.
+            The stages of this rank: stage `s` is on rank `s % p`.
         group (`ProcessGroup`):
             The ranks of the pipeline, in order. Used by nothing else while a step runs.
         hidden_size (`int`), dtype (`torch.dtype`), device (`torch.device`):
-            Of the hidden states between stages.
+            Size, dtype and place of the hidden states between stages.
         schedule (`str`, *optional*, defaults to `"1F1B"`):
             `"GPipe"`, `"1F1B"` or `"Interleaved1F1B"`.
         channel ([`TapChannel`], *optional*):
             Carries the taps of training steps.
         max_shapes (`int`, *optional*, defaults to `4`):
-            Shapes that are kept; each holds the activations that travel of a whole step, `n * B * S * H`.
+            Shapes that are kept; each holds the activations that travel in a whole step, `n * B * S * H`.
 
     Raises:
         ValueError: if the schedule is not supported or does not fit the stages.
@@ -67,7 +67,7 @@ class Pipeline:
     ):
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.num_stages = stages[0].num_stages
-        # Refuses what is not supported; any number of microbatches that the schedule accepts will do here.
+        # Refuses schedules that are not supported; any number of microbatches that the schedule accepts will do here.
         schedule_order(schedule, self.num_ranks, self.num_stages, self.num_stages)
         numbers = [stage.index for stage in stages]
         if numbers != list(range(self.rank, self.num_stages, self.num_ranks)):
@@ -107,10 +107,10 @@ class Pipeline:
         Args:
             microbatches (`Sequence[Microbatch]`):
                 All of one shape, the same on every rank: `input_ids` and `attention_mask` of shape `(B, S)`, perhaps
-                `position_ids`, and what else the last stage's `score` wants, every tensor with `B` rows.
+                `position_ids`, and the further arguments of the last stage's `score`, every tensor with `B` rows.
             loss (`Callable`):
-                Given the number of a microbatch and the output of the last stage for it, a scalar. Called on the rank of
-                the last stage only, in the order of the microbatches.
+                Given the number of a microbatch and the output of the last stage for it, a scalar. Called on the rank
+                of the last stage only, in the order of the microbatches.
             tap_shapes (`Sequence[tuple[int, int]]`, *optional*):
                 Leading dimensions of the taps of each microbatch, where layers run on a part of `(B, S)`.
             with_taps (`bool`, *optional*, defaults to `True`):
@@ -129,7 +129,7 @@ class Pipeline:
             shape = tuple(microbatches[0]["input_ids"].shape)
             schedule_order(self.schedule, self.num_ranks, self.num_stages, len(microbatches))
             prepared = self._prepare(len(microbatches), shape, training=True)
-            # The microbatch of a loss is found by its rows: torch does not say which one it is.
+            # The number of a loss's microbatch is found by its rows: torch does not tell it.
             rows = torch.arange(len(microbatches) * shape[0])
             self._loss = loss
             if channel is not None:
@@ -138,7 +138,7 @@ class Pipeline:
             if channel is not None:
                 channel.end_step()
             prepared.clear()
-        # It holds on to what the caller keeps of the microbatches.
+        # The callable may hold the caller's tensors.
         self._loss = None
         return [value.detach() for value in losses]
 
@@ -184,7 +184,7 @@ class Pipeline:
         return list(outputs.chunk(len(padded)))[: len(microbatches)] if self.has_last else []
 
     def _prepare(self, num_microbatches: int, shape: tuple[int, int], training: bool) -> "_Prepared":
-        """What torch needs for a shape, kept for those used last."""
+        """Stages and schedule of torch for a shape, kept for the shapes used last."""
         key = (num_microbatches, shape, training)
         if key not in self._prepared:
             self._prepared[key] = self._build(num_microbatches, shape, training)
@@ -223,13 +223,13 @@ class Pipeline:
         return _Prepared(stages, schedule)
 
     def _arrange(self, microbatches: Sequence[Microbatch]) -> tuple[tuple, dict[str, torch.Tensor]]:
-        """All microbatches as one batch, which torch splits again: positional and named inputs of this rank's stages."""
+        """All microbatches as one batch, which torch splits again: positional and named inputs of this rank."""
         shapes = [{name: (tuple(value.shape), value.dtype) for name, value in batch.items()} for batch in microbatches]
         for number, theirs in enumerate(shapes):
             if theirs != shapes[0]:
                 raise ValueError(
-                    f"The microbatches of a pipeline step have one shape, but number {number} has {theirs} and number 0 "
-                    f"{shapes[0]}. Bring them to one with `pad_microbatches`."
+                    f"The microbatches of a pipeline step have one shape, but number {number} has {theirs} and number "
+                    f"0 {shapes[0]}. Bring them to one with `pad_microbatches`."
                 )
         num_rows = microbatches[0]["input_ids"].shape[0]
         for name, value in microbatches[0].items():
@@ -255,14 +255,14 @@ class Pipeline:
                 if self.channel.dead_ranks:
                     raise RuntimeError(
                         f"The pipeline broke on rank {self.rank} (stages {stages}) when the process of rank(s) "
-                        f"{self.channel.dead_ranks} had ended: see what that one says."
+                        f"{self.channel.dead_ranks} had ended: see the log of that one."
                     ) from error
             if isinstance(error, dist.DistError) or GLOO in str(error):
                 near = sorted({(self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks} - {self.rank})
                 raise RuntimeError(
                     f"The pipeline broke on rank {self.rank}: a message from or to a neighbouring stage, on rank "
-                    f"{' or '.join(map(str, near))} of the pipeline, did not get through in time. Look at their logs first; "
-                    f"how long ranks wait is the timeout of the process group (`ddp_timeout`). ({error})"
+                    f"{' or '.join(map(str, near))} of the pipeline, did not get through in time. Look at their logs "
+                    f"first; how long ranks wait is the timeout of the process group (`ddp_timeout`). ({error})"
                 ) from error
             raise
 

@@ -15,22 +15,20 @@ import math
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
-from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 
 from ..group.members import attributes_set
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
-from ..pp.stages.loading import WholeStream
+from ..pp.stages.weights import WholeStream
 from ..rollout.stats import SpeculativeStats
 from .counters import stats_from_metrics, stats_from_text
 from .refit import (
@@ -47,10 +45,6 @@ from .refit import (
 from .versions import unsupported_vllm_reason
 
 
-if TYPE_CHECKING:
-    from ..trainer import CoDraftGRPOTrainer
-
-
 # vLLM drafts a fixed number of tokens, chosen when the engine is built.
 DEFAULT_DRAFT_TOKENS = 3
 # On the CPU, vLLM's `expand_kernel` writes its result into a copy that is dropped, so drafted tokens are verified at the
@@ -60,13 +54,19 @@ CPU_SAMPLES_WRONGLY = True
 IGNORED_WITH_DRAFT = ("min_p", "logit_bias")
 
 
-def plain_vllm_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
+def plain_vllm_reason(
+    device: torch.device, sampling: dict[str, Any], server_draft: dict[str, Any] | None = None
+) -> str | None:
     """
-    Why vLLM has to generate without the draft in this run.
+    Why vLLM has to generate without a draft.
 
     Args:
-        trainer ([`CoDraftGRPOTrainer`]):
-            The trainer, after `GRPOTrainer.__init__`.
+        device (`torch.device`):
+            Where the run computes.
+        sampling (`dict[str, Any]`):
+            Parameters of its sampling, with `temperature`.
+        server_draft (`dict[str, Any]`, *optional*):
+            In server mode, [`DraftVLLMGeneration`]'s attribute of that name.
 
     Returns:
         `str` or `None`: the reason and what to change, or `None` if the draft can be used.
@@ -74,48 +74,21 @@ def plain_vllm_reason(trainer: "CoDraftGRPOTrainer") -> str | None:
     reason = unsupported_vllm_reason()
     if reason is not None:
         return reason
-    used = {"min_p": trainer.min_p, "temperature": trainer.temperature, **(trainer.args.generation_kwargs or {})}
-    ignored = [name for name in IGNORED_WITH_DRAFT if used.get(name)]
+    ignored = [name for name in IGNORED_WITH_DRAFT if sampling.get(name)]
     if ignored:
         names = " and ".join(f"`{name}`" for name in ignored)
         return f"vLLM ignores {names} when it speculates, so it would sample from another distribution"
-    if trainer.accelerator.device.type == "cpu" and used["temperature"] > 0 and CPU_SAMPLES_WRONGLY:
+    if device.type == "cpu" and sampling["temperature"] > 0 and CPU_SAMPLES_WRONGLY:
         return (
             "vLLM's CPU backend (0.29 and 0.32 checked) samples from another distribution when it speculates at a "
             "temperature above 0; use a GPU"
         )
-    if trainer.vllm_generation.mode == "server" and not trainer.vllm_generation.server_draft["num_draft_tokens"]:
+    if server_draft is not None and not server_draft["num_draft_tokens"]:
         return (
             "the vLLM server runs without a draft; export one and start the server with `--speculative-config "
             '\'{"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 3}\'`'
         )
     return None
-
-
-@contextmanager
-def deferred_engine(deferred: bool, timeout: float) -> Iterator[None]:
-    """
-    Within it, `GRPOTrainer.__init__` makes a [`DraftVLLMGeneration`], whose engine starts later. Ranks wait for each other
-    `timeout` seconds.
-    """
-    original = grpo_trainer.VLLMGeneration
-    if deferred:
-        grpo_trainer.VLLMGeneration = partial(DraftVLLMGeneration, timeout=timeout)
-    try:
-        yield
-    finally:
-        grpo_trainer.VLLMGeneration = original
-
-
-@contextmanager
-def engine_arguments(**arguments: Any) -> Iterator[None]:
-    """Within it, TRL's `LLM(...)` gets these arguments too."""
-    original = vllm_generation.LLM
-    vllm_generation.LLM = partial(original, **arguments)
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = original
 
 
 def stats_of(generation: VLLMGeneration) -> SpeculativeStats:
@@ -130,7 +103,13 @@ class DraftVLLMGeneration(VLLMGeneration):
     """
     TRL's generation with vLLM, with a draft in the engine.
 
-    Made by `GRPOTrainer.__init__` within [`deferred_engine`]; [`~DraftVLLMGeneration.start`] finishes it.
+    `GRPOTrainer.__init__` makes it, in the place of TRL's; [`~DraftVLLMGeneration.start`] finishes it.
+
+    Args:
+        timeout (`float`):
+            Seconds that ranks wait for each other.
+        engine_arguments (`Callable`):
+            Given keyword arguments, makes a context in which TRL's call of vLLM's `LLM` gets them too.
 
     Attributes:
         server_draft (`dict[str, Any]`):
@@ -155,7 +134,10 @@ class DraftVLLMGeneration(VLLMGeneration):
     _stream: WholeStream | None = None
     _pass: Iterator[tuple[str, torch.Tensor]] | None = None  # the last one over the policy
 
-    def __init__(self, *args: Any, timeout: float, **kwargs: Any):
+    def __init__(
+        self, *args: Any, timeout: float, engine_arguments: Callable[..., AbstractContextManager], **kwargs: Any
+    ):
+        self._engine_arguments = engine_arguments
         super().__init__(*args, **kwargs)
         self.server_patience = 0.9 * timeout if self.accelerator.num_processes > 1 else math.inf
 
@@ -296,7 +278,7 @@ class DraftVLLMGeneration(VLLMGeneration):
                 # CUDA graphs of the draft can read freed memory after sleep level 2 (vllm-project/vllm#55013).
                 speculation["enforce_eager"] = True
             # TRL's method waits for all ranks at its end, so the folder outlives every load.
-            with engine_arguments(speculative_config=speculation, disable_log_stats=False):
+            with self._engine_arguments(speculative_config=speculation, disable_log_stats=False):
                 super()._init_vllm()
         refuse_shared_weights(self._driver().model_runner.model, self._draft_in_engine())
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ..configuration_eagle3 import Eagle3DraftConfig
-from ..modeling_eagle3 import Eagle3DraftModel
 from ..naming import few, sentences
 from ..taps import is_elsewhere
 from .config import config_from_disk, config_to_disk, layer_section, logit_scale_from_disk
@@ -119,7 +118,7 @@ def is_second_hidden_norm(name: str) -> bool:
     return name.startswith("layers.") and name.endswith(".hidden_norm.weight") and name.split(".")[1] != "0"
 
 
-def disk_tensors(draft: Eagle3DraftModel, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def disk_tensors(draft: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """
     The tensors of a draft as they are stored: detached CPU copies, floating-point ones in `dtype`.
 
@@ -140,7 +139,7 @@ def disk_tensors(draft: Eagle3DraftModel, dtype: torch.dtype | None = None) -> d
 
 
 def save_draft(
-    draft: Eagle3DraftModel,
+    draft: nn.Module,
     path: str | os.PathLike,
     *,
     dtype: torch.dtype | None = None,
@@ -182,14 +181,14 @@ def save_draft(
 
 
 def load_draft(
-    model_class: type[Eagle3DraftModel],
+    model_class: type[nn.Module],
     path_or_repo: str | os.PathLike,
     *,
     policy: nn.Module | None = None,
     compute_dtype: torch.dtype | None = None,
     subfolder: str | None = None,
     **hub_kwargs: Any,
-) -> Eagle3DraftModel:
+) -> nn.Module:
     """
     Reads a draft that this package, vLLM's users, SpecForge (SGLang) or speculators wrote.
 
@@ -258,7 +257,7 @@ def load_draft(
     return draft
 
 
-def check_fits_policy(draft: Eagle3DraftModel, policy: nn.Module) -> None:
+def check_fits_policy(draft: nn.Module, policy: nn.Module) -> None:
     """
     The checks that [`load_draft`] makes when it is given the policy, for a draft loaded without one.
 

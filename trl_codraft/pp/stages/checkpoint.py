@@ -2,8 +2,8 @@
 Checkpoints of a policy that is split into stages: one file per stage, tensors and optimizer state under the names that
 parameters have in the whole policy. So a checkpoint does not depend on the number of stages it was written with.
 
-Every file is written by the rank of its stage into one folder, which all ranks of the pipeline see. With several pipelines
-the first one saves and all load.
+Every file is written by the rank of its stage into one folder, which all ranks of the pipeline see. With several
+pipelines the first one saves and all load.
 """
 
 import copy
@@ -36,16 +36,18 @@ def save_policy(
     stages: Sequence[PolicyStage], folder: str | os.PathLike, group: dist.ProcessGroup, *, timeout: float = 60.0
 ) -> None:
     """
-    Writes the whole policy as `AutoModelForCausalLM.from_pretrained` reads it: a shard per stage, an index, the config.
-    Collective in the group. Other weight files of the policy in the folder are removed, as `save_pretrained` does.
+    Writes the whole policy as `AutoModelForCausalLM.from_pretrained` reads it: a shard per stage, an index, the
+    config. Collective in the group. Other weight files of the policy in the folder are removed, as `save_pretrained`
+    does.
 
     Args:
         stages (`Sequence[PolicyStage]`):
-            Those of this rank.
+            The stages of this rank.
         folder (`str` or `os.PathLike`):
             Made if it is not there.
         group (`ProcessGroup`):
-            The ranks of the pipeline, between steps, on gloo (a group of its own if the pipeline runs on another backend).
+            The ranks of the pipeline, between steps, on gloo (a group of its own if the pipeline runs on another
+            backend).
         timeout (`float`, *optional*, defaults to `60.0`):
             Seconds after which rank 0 gives other ranks up. Other ranks wait as long as the group's own timeout.
 
@@ -58,7 +60,7 @@ def save_policy(
     policy, num_stages = stages[0].policy, stages[0].num_stages
     names: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(names, [name for tensors in own.values() for name in tensors], group)
-    _require_plain_policy(policy, [name for part in names for name in part])
+    _require_plain_policy(policy, [name for theirs in names for name in theirs])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sizes: dict[int, dict[str, int]] = {}
@@ -70,7 +72,7 @@ def save_policy(
         save_file(contents, folder / MODEL_FILES.format(index + 1, num_stages), metadata={"format": "pt"})
     by_rank: list[dict[int, dict[str, int]]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(by_rank, sizes, group)
-    by_stage = {index: names for part in by_rank for index, names in part.items()}
+    by_stage = {index: names for theirs in by_rank for index, names in theirs.items()}
     _meet(group, "save_policy", timeout)
     if dist.get_rank(group) == 0:
         files = {name: MODEL_FILES.format(index + 1, num_stages) for index in by_stage for name in by_stage[index]}
@@ -87,7 +89,7 @@ def save_policy(
 
 
 def _require_plain_policy(policy: nn.Module, names: list[str]) -> None:
-    """What `from_pretrained` will look for, found in the stages, each tensor once."""
+    """Refuses stages that do not hold every tensor that `from_pretrained` will look for, each once."""
     if not isinstance(policy, PreTrainedModel):
         raise ValueError(f"A {type(policy).__name__} cannot be saved by stages: split a Transformers model.")
     with torch.device("meta"):
@@ -118,9 +120,9 @@ def save_optimizer(
 
     Args:
         optimizer (`torch.optim.Optimizer`):
-            Of this rank's stages, or of the policy that they are views of. A [`SharedOptimizer`] keeps a part of the
-            state on each of its ranks: all of them call this, each in its pipeline, and there is a file for each of them and
-            each stage.
+            Optimizer of this rank's stages, or of the policy that they are views of. A [`SharedOptimizer`] keeps a
+            share of the state on each of its ranks: all of them call this, each in its pipeline, and there is a file
+            for each of them and each stage.
         stages, folder, group, timeout:
             As in [`save_policy`].
 
@@ -131,12 +133,12 @@ def save_optimizer(
     _meet(group, "save_optimizer", timeout)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Which part of a stage's state this rank has, of how many.
-    part, num_parts = 0, 1
+    # Which share of a stage's state this rank has, of how many.
+    share, num_shares = 0, 1
     shown = optimizer.param_groups
     if isinstance(optimizer, SharedOptimizer):
-        # Settings are those that it shows: its part takes them over in a step only.
-        part, num_parts, optimizer = optimizer.rank, optimizer.world_size, optimizer.optim
+        # Its own settings count: the optimizer of its share takes them over in a step only.
+        share, num_shares, optimizer = optimizer.rank, optimizer.world_size, optimizer.optim
     names = _names_of(optimizer, stages)
     own = {name: stage.index for stage in stages for name, _ in stage.named_own_parameters()}
     contents: dict[int, dict[str, Any]] = {stage.index: {"state": {}, "settings": {}} for stage in stages}
@@ -148,24 +150,25 @@ def save_optimizer(
                 content["settings"][name] = {key: value for key, value in settings.items() if key != "params"}
                 if parameter in optimizer.state:
                     content["state"][name] = dict(optimizer.state[parameter])
-    num_files = stages[0].num_stages * num_parts
+    num_files = stages[0].num_stages * num_shares
     for index, content in contents.items():
-        torch.save(content, folder / OPTIMIZER_FILES.format(index * num_parts + part + 1, num_files))
-    if dist.get_rank(group) == 0 and part == 0:
+        torch.save(content, folder / OPTIMIZER_FILES.format(index * num_shares + share + 1, num_files))
+    if dist.get_rank(group) == 0 and share == 0:
         _remove(folder, ALL_OPTIMIZER_FILES, {OPTIMIZER_FILES.format(i + 1, num_files) for i in range(num_files)})
     _meet(group, "save_optimizer", timeout)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, stages: Sequence[PolicyStage], folder: str | os.PathLike) -> None:
     """
-    Reads what [`save_optimizer`] wrote, under this or another number of stages, in parts or not. Not collective.
+    Reads the files of [`save_optimizer`], written under this or another number of stages, shared or not. Not
+    collective.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
-            Of this rank's stages, of the same class as the saved one. Its groups take the saved settings (learning rate,
-            weight decay, ...) of their parameters.
+            Optimizer of this rank's stages, of the same class as the saved one. Its groups take the saved settings
+            (learning rate, weight decay, ...) of their parameters.
         stages (`Sequence[PolicyStage]`):
-            Those of this rank.
+            The stages of this rank.
         folder (`str` or `os.PathLike`):
             The checkpoint.
 
@@ -181,7 +184,7 @@ def has_stage_files(folder: str | os.PathLike) -> bool:
 
 
 def remove_stage_files(folder: str | os.PathLike) -> None:
-    """Removes what [`save_optimizer`] wrote into a folder."""
+    """Removes the files of [`save_optimizer`] from a folder."""
     _remove(Path(folder), ALL_OPTIMIZER_FILES, set())
 
 
@@ -209,8 +212,8 @@ def load_whole_optimizer(
     sizes, saved = [len(group) for group in names], [len(group["params"]) for group in content["param_groups"]]
     if sizes != saved:
         raise ValueError(
-            f"{file} holds groups of {saved} parameters, but this run trains groups of {sizes}. Resume with the model and "
-            "the trained parameters of the checkpoint."
+            f"{file} holds groups of {saved} parameters, but this run trains groups of {sizes}. Resume with the model "
+            "and the trained parameters of the checkpoint."
         )
     state, settings = {}, {}
     for group, members in zip(content["param_groups"], names, strict=True):
@@ -229,8 +232,8 @@ def _apply(
     settings: dict[str, dict[str, Any]],
 ) -> None:
     """
-    Gives an optimizer the saved settings of its parameters, by name, and the state of those that these stages train: with
-    stages that are views of a whole policy it may have others too.
+    Gives an optimizer the saved settings of its parameters, by name, and the state of those that these stages train:
+    with stages that are views of a whole policy it may have others too.
     """
     shared = optimizer if isinstance(optimizer, SharedOptimizer) else None
     if shared is not None:
@@ -251,8 +254,8 @@ def _apply(
         chosen = settings[members[0]] if members else {key: group[key] for key in group if key != "params"}
         if any(settings[name] != chosen for name in members):
             raise ValueError(
-                f"Parameters of one group, among them {members[0]}, had different settings when they were saved. Group "
-                "parameters as in the run that wrote the checkpoint."
+                f"Parameters of one group, among them {members[0]}, had different settings when they were saved. "
+                "Group parameters as in the run that wrote the checkpoint."
             )
         first = sum(len(earlier["params"]) for earlier in groups)
         groups.append({**chosen, "params": list(range(first, first + len(members)))})
@@ -265,7 +268,7 @@ def _apply(
                 }
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
     if shared is not None:
-        # What it shows, and hands to its part in every step.
+        # Its own settings, which it hands to the optimizer of its share in every step.
         for shown, group in zip(shared.param_groups, optimizer.param_groups, strict=True):
             shown.update({key: value for key, value in group.items() if key != "params"})
 
@@ -276,8 +279,8 @@ def _read_optimizer(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, 
     expected = [OPTIMIZER_FILES.format(index + 1, len(files)) for index in range(len(files))]
     if not files or [file.name for file in files] != expected:
         raise ValueError(
-            f"{folder} does not hold the optimizer files of all stages of one save, but {[file.name for file in files]}. "
-            "Copy the whole checkpoint, or choose another."
+            f"{folder} does not hold the optimizer files of all stages of one save, but "
+            f"{[file.name for file in files]}. Copy the whole checkpoint, or choose another."
         )
     state, settings = {}, {}
     for file in files:
@@ -307,8 +310,8 @@ def _meet(group: dist.ProcessGroup, call: str, timeout: float) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"`{call}` was called on rank {dist.get_rank(group)} of a pipeline, but not all of its "
-            f"{dist.get_world_size(group)} ranks came: it is collective. Call it on every rank, not on the main process "
-            f"only. ({str(error).splitlines()[0]})"
+            f"{dist.get_world_size(group)} ranks came: it is collective. Call it on every rank, not on the main "
+            f"process only. ({str(error).splitlines()[0]})"
         ) from error
 
 

@@ -1,14 +1,15 @@
 """
 The gradients of a policy that is split into stages, from the last backward of a step to the optimizer.
 
-Every rank of a run has rows of its own, and a plain run takes the mean of all ranks' gradients. In a pipeline of `p` ranks
-each stage sees the microbatches of all of them, and the world's ranks divided by `p` hold that stage. So losses are divided
-by `p`, and the mean over the ranks that hold a stage is the plain run's gradient:
+Every rank of a run has rows of its own, and a plain run takes the mean of all ranks' gradients. In a pipeline of `p`
+ranks each stage sees the microbatches of all of them, and the world's ranks divided by `p` hold that stage. So losses
+are divided by `p`, and the mean over the ranks that hold a stage is the plain run's gradient:
 
-    1 / (world / p) * sum over these ranks of (sum over the microbatches they see of loss / p) = 1 / world * sum of losses
+    1 / (world / p) * sum over these ranks of (sum over the microbatches they see of loss / p) = 1 / world * sum of
+    losses
 
-With context parallelism the ranks that hold a stage include those that share its microbatches, each with the gradient of
-its own tokens: the same formula.
+With context parallelism the ranks that hold a stage include those that share its microbatches, each with the gradient
+of its own tokens: the same formula.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,12 +53,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
 
 def reduce_gradients(stages: Sequence[PolicyStage], pipeline: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
     """
-    What has to happen to gradients once all backwards of a step are done: those of a tied embedding's two copies are added
-    up, then all are averaged over the ranks that hold the same stages. Collective in both groups.
+    Reduces gradients once all backwards of a step are done: adds up the two copies of a tied embedding's, then
+    averages all over the ranks that hold the same stages. Collective in both groups.
 
     Args:
         stages (`Sequence[PolicyStage]`):
-            Those of this rank. Their gradients are changed in place.
+            The stages of this rank. Their gradients are changed in place.
         pipeline (`ProcessGroup`):
             The ranks of this pipeline, in order.
         replicas (`ProcessGroup`):
@@ -82,20 +83,21 @@ def tied_embedding(stages: Sequence[PolicyStage]) -> nn.Parameter | None:
 
 def clip_grad_norm(stages: Sequence[PolicyStage], max_norm: float, pipeline: dist.ProcessGroup) -> torch.Tensor:
     """
-    Clips the gradients of the whole policy, as `torch.nn.utils.clip_grad_norm_` would in one process. Collective in the
-    group. Squares are summed over the stages of one pipeline only (others hold the same gradients); a tied embedding, which
-    two stages hold, counts once. A norm that is not finite is so on all ranks.
+    Clips the gradients of the whole policy, as `torch.nn.utils.clip_grad_norm_` would in one process. Collective in
+    the group. Squares are summed over the stages of one pipeline only (others hold the same gradients); a tied
+    embedding, which two stages hold, counts once. A norm that is not finite is so on all ranks.
 
     Args:
         stages (`Sequence[PolicyStage]`):
-            Those of this rank, their gradients reduced by [`reduce_gradients`]. Scaled in place.
+            The stages of this rank, their gradients reduced by [`reduce_gradients`]. Scaled in place.
         max_norm (`float`):
             Largest norm.
         pipeline (`ProcessGroup`):
             The ranks of this pipeline.
 
     Returns:
-        `torch.Tensor`: the norm before clipping, fp32 (fp64 for a policy in that), the same on all ranks of the pipeline.
+        `torch.Tensor`: the norm before clipping, fp32 (fp64 for a policy in that), the same on all ranks of the
+        pipeline.
     """
     first = next(stages[0].policy.parameters())
     # fp64: squares of large norms would overflow.

@@ -1,6 +1,6 @@
 """
-The whole policy on every rank of a pipeline, for rollouts: each rank then generates and scores its own rows, as in data
-parallelism. The whole model has to fit beside the stage: see `planner.py`.
+The whole policy on every rank of a pipeline, for rollouts: each rank then generates and scores its own rows, as in
+data parallelism. The whole model has to fit beside the stage: see `pp/memory.py`.
 """
 
 import copy
@@ -29,15 +29,15 @@ class PolicyReplica:
 
     Args:
         stages (`Sequence[PolicyStage]`):
-            Those of this rank.
+            The stages of this rank.
         group (`ProcessGroup`):
             The ranks of the pipeline, between steps.
         whole ([`~transformers.PreTrainedModel`], *optional*):
-            A policy that is not split, on this rank's device, whose weights are overwritten. Its parameters need the same
-            names as the stages' and may be of another dtype. If `None`, one is made from the stage's class and config; a
-            policy with adapters has to be passed, the same adapters in it. With stages that are views of it
-            ([`StageView`]) it is taken to be up to date, and only what other ranks train will be sent; so these alone may
-            have quantised weights, which are packed bytes and scales beside them.
+            A policy that is not split, on this rank's device, whose weights are overwritten. Its parameters need the
+            same names as the stages' and may be of another dtype. If `None`, one is made from the stage's class and
+            config; a policy with adapters has to be passed, the same adapters in it. With stages that are views of it
+            ([`StageView`]) it is taken to be up to date, and only parameters that other ranks train will be sent; so
+            these alone may have quantised weights, which are packed bytes and scales beside them.
 
     Attributes:
         model ([`~transformers.PreTrainedModel`]): the replica, in evaluation mode. Tied weights stay tied.
@@ -73,8 +73,8 @@ class PolicyReplica:
 
     def refresh(self) -> None:
         """
-        Brings the replica up to date, in place, after an optimizer step. Collective in the group. What was frozen when the
-        replica was made is not sent again.
+        Brings the replica up to date, in place, after an optimizer step. Collective in the group. Parameters that were
+        frozen when the replica was made are not sent again.
         """
         self._send([(piece.name, rank) for piece, rank in self._owners if not piece.frozen])
 
@@ -108,14 +108,14 @@ class PolicyReplica:
         if stages != replica or others:
             differing = sorted(name for name in {*stages, *replica} if stages.get(name) != replica.get(name)) + others
             raise ValueError(
-                f"A replica of {type(self.model).__name__} cannot be assembled: {len(differing)} tensors differ between "
-                f"the stages and the whole model, among them {few(differing)}. Pass as `whole` a policy of the "
-                "same class, config and adapters; quantised weights need stages that are views of it."
+                f"A replica of {type(self.model).__name__} cannot be assembled: {len(differing)} tensors differ "
+                f"between the stages and the whole model, among them {few(differing)}. Pass as `whole` a "
+                "policy of the same class, config and adapters; quantised weights need stages that are views of it."
             )
 
 
 def _saved_buffers(policy: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that checkpoints hold, such as what balances experts."""
+    """The buffers that checkpoints hold, such as biases that balance experts."""
     saved = policy.state_dict().keys()
     return {name: buffer for name, buffer in policy.named_buffers() if name in saved}
 

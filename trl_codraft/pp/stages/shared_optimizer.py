@@ -12,8 +12,8 @@ from .split import PolicyStage
 
 class SharedOptimizer(ZeroRedundancyOptimizer):
     """
-    Torch's, with a `state_dict` that needs no other rank: it holds the settings and no state, of which each rank has a part
-    in `optim`. [`save_optimizer`] writes the parts.
+    Torch's, with a `state_dict` that needs no other rank: it holds the settings and no state, of which each rank has a
+    share in `optim`. [`save_optimizer`] writes the shares.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def shard_optimizer(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     stages: Sequence[PolicyStage],
     holders: dist.ProcessGroup,
-) -> "SharedOptimizer":
+) -> SharedOptimizer:
     """
-    An optimizer whose state the ranks that hold the same stages share (ZeRO, stage 1, arXiv 1910.02054): each updates some
-    of the parameters and sends them to the others. Collective in the group.
+    An optimizer whose state the ranks that hold the same stages share (ZeRO, stage 1, arXiv 1910.02054): each updates
+    some of the parameters and sends them to the others. Collective in the group.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
@@ -36,7 +36,7 @@ def shard_optimizer(
         make (`Callable`):
             From groups of parameters, an optimizer of the same kind.
         stages (`Sequence[PolicyStage]`):
-            Those of this rank. Of an optimizer of a whole policy their parameters are taken.
+            The stages of this rank. An optimizer of a whole policy is reduced to their parameters.
         holders (`ProcessGroup`):
             The world's ranks that hold these stages.
 
@@ -53,4 +53,4 @@ def shard_optimizer(
             f"{'no' if not dtypes else 'several'} dtypes ({', '.join(sorted(map(str, dtypes)))}). Set "
             "`pipeline_shard_optimizer=False`."
         )
-    return SharedOptimizer(groups, lambda parts, **defaults: make(parts), process_group=holders)
+    return SharedOptimizer(groups, lambda share, **defaults: make(share), process_group=holders)

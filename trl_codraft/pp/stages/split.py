@@ -1,5 +1,5 @@
 """
-A policy split by decoder layers. A stage is the whole model with what it does not own replaced by a module that passes its
+A policy split by decoder layers. A stage is the whole model, modules of other stages replaced by one that passes its
 input on: the model's own forward runs on every stage, so masks, rotary embeddings and window patterns are its own, and
 parameters keep their names and layers their indices.
 
@@ -14,17 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...modeling.policy import SMALL_VOCABULARY, two_layer_copy
 from ...modeling.taps import PassThrough, decoder_of
+from ..shape import stages_of_layers
 
 
-# Of the self-test: rows of different lengths, padded on the left; a vocabulary and a window that are cheap.
-TEST_LENGTHS, TEST_VOCABULARY, TEST_WINDOW = (12, 7), 64, 4
+# The self-test compares rows of these lengths, padded on the left.
+TEST_LENGTHS = (12, 7)
 # Largest difference that the order of floating-point operations may make, in units of the dtype's precision.
 TEST_TOLERANCE = 100
 
 
 class HeadElsewhere(PassThrough):
-    """In the place of the head, with what TRL reads of one where it makes it fp32 (`cast_lm_head_to_fp32`)."""
+    """Stands in for the head, with the attributes that TRL reads where it makes it fp32 (`cast_lm_head_to_fp32`)."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -38,13 +40,13 @@ class PolicyStage(nn.Module):
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
-            The policy, what this stage does not own replaced: see [`split_policy`].
+            The policy, modules of other stages replaced: see [`split_policy`].
         index (`int`), num_stages (`int`):
             Which stage.
         score (`Callable`, *optional*):
-            What the last stage returns: called with the policy, the arguments of its forward (`inputs_embeds`, masks) and
-            what else the microbatch holds. Return per-token values, not logits: a schedule keeps the outputs of several
-            microbatches. If `None`, the logits.
+            Makes the output of the last stage: called with the policy, the arguments of its forward (`inputs_embeds`,
+            masks) and the other tensors of the microbatch. Return per-token values, not logits: a schedule keeps the
+            outputs of several microbatches. If `None`, the logits.
     """
 
     def __init__(self, policy: nn.Module, index: int, num_stages: int, score: Callable | None = None):
@@ -53,7 +55,7 @@ class PolicyStage(nn.Module):
         self.index = index
         self.num_stages = num_stages
         self.score = score
-        # Those of other stages are replaced.
+        # The layers of other stages are replaced.
         self.own_layers = range(len(self.layers))
         # Number of the microbatch whose forward runs: a `Pipeline` sets it.
         self.microbatch: int | None = None
@@ -73,7 +75,7 @@ class PolicyStage(nn.Module):
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """On the last of several stages, if embeddings are tied: its copy of the embedding that the first stage owns."""
+        """On the last of several stages, if embeddings are tied: its copy of the first stage's embedding."""
         if self.is_first or not self.is_last or not self.policy.config.tie_word_embeddings:
             return None
         return self.policy.get_input_embeddings().weight
@@ -87,8 +89,8 @@ class PolicyStage(nn.Module):
 
     def named_own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Buffers that checkpoints hold, such as what balances experts, by their names in the whole policy. Those outside of
-        layers are the first stage's.
+        Buffers that checkpoints hold, such as biases that balance experts, by their names in the whole policy. Those
+        outside of layers are the first stage's.
         """
         parameters = {name for name, _ in self.policy.named_parameters(remove_duplicate=False)}
         index_of = {layer: index for index, layer in enumerate(self.layers)}
@@ -115,7 +117,7 @@ class PolicyStage(nn.Module):
                 For `score`, on the last stage.
 
         Returns:
-            `torch.Tensor`: hidden states `(B, S, H)`; on the last stage, what `score` returns.
+            `torch.Tensor`: hidden states `(B, S, H)`; on the last stage, the output of `score`.
         """
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         return self.run({"input_ids" if self.is_first else "inputs_embeds": inputs, **named}, extras)
@@ -133,7 +135,7 @@ def split_policy(
     policy: nn.Module, layers_per_stage: Sequence[int], stage: int, score: Callable | None = None
 ) -> PolicyStage:
     """
-    Makes a stage of a policy, in place: what other stages own is dropped. To be done before optimizers, adapters and
+    Makes a stage of a policy, in place: modules of other stages are dropped. Call it before optimizers, adapters and
     wrappers see the parameters.
 
     Tied embeddings are kept on the first and the last stage: see [`sum_tied_gradients`].
@@ -162,16 +164,17 @@ def keep_stages(
     policy: nn.Module, layers_per_stage: Sequence[int], stages: Sequence[int], *, embedding: bool = False
 ) -> list[str]:
     """
-    Drops from a policy, in place, what none of some stages owns. Its memory is free once nothing else refers to it.
+    Keeps the modules of some stages of a policy and drops the others, in place. Their memory is free once nothing else
+    refers to it.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]), layers_per_stage (`Sequence[int]`):
             As in [`split_policy`].
         stages (`Sequence[int]`):
-            Those that stay.
+            The stages that stay.
         embedding (`bool`, *optional*, defaults to `False`):
-            Whether the last stage keeps a frozen copy of the input embedding even if it is not tied to the head: a draft
-            that is trained there reads it.
+            Whether the last stage keeps a frozen copy of the input embedding even if it is not tied to the head: a
+            draft that is trained there reads it.
 
     Returns:
         `list[str]`: paths of the modules that were dropped.
@@ -182,7 +185,7 @@ def keep_stages(
     require_split(policy, layers_per_stage)
     decoder, last = decoder_of(policy), len(layers_per_stage) - 1
     paths = {module: path for path, module in policy.named_modules()}
-    owners = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+    owners = stages_of_layers(layers_per_stage)
     layers, head, table = list(decoder.layers), policy.get_output_embeddings(), decoder.embed_tokens
     dropped: list[nn.Module] = []
     for index, layer in enumerate(layers):
@@ -202,14 +205,14 @@ def keep_stages(
             dropped.append(head)
             policy.set_output_embeddings(HeadElsewhere(head))
     if {head, table} & set(dropped):
-        # Of two tied modules one is gone: loading must not look for the other.
+        # One of two tied modules is gone: loading must not look for the other.
         policy.all_tied_weights_keys = {}
     return [paths[module] for module in dropped]
 
 
 def require_split(policy: nn.Module, layers_per_stage: Sequence[int]) -> None:
     """
-    Refuses numbers of layers that do not add up, and models that [`require_known_parts`] refuses.
+    Refuses numbers of layers that do not add up, and models that [`require_layers_alone`] refuses.
 
     Raises:
         ValueError: saying which.
@@ -217,23 +220,23 @@ def require_split(policy: nn.Module, layers_per_stage: Sequence[int]) -> None:
     num_layers = len(decoder_of(policy).layers)
     if sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ValueError(
-            f"`layers_per_stage={list(layers_per_stage)}` does not split {num_layers} layers: every stage needs at least "
-            f"one and their sum must be {num_layers}."
+            f"`layers_per_stage={list(layers_per_stage)}` does not split {num_layers} layers: every stage needs at "
+            f"least one and their sum must be {num_layers}."
         )
-    require_known_parts(policy)
+    require_layers_alone(policy)
 
 
-def require_known_parts(policy: nn.Module) -> None:
+def require_layers_alone(policy: nn.Module) -> None:
     """
-    Refuses, by name, models whose layers pass more than hidden states on. What else may be wrong, [`verify_split`] finds.
+    Refuses, by name, models whose layers pass more than hidden states on. [`verify_split`] finds other obstacles.
 
     Raises:
-        ValueError: saying what the model has, and what to set instead.
+        ValueError: naming the obstacle and the setting to change.
     """
     decoder, config = decoder_of(policy), policy.config
-    parts = dict(decoder.named_children())
+    children = dict(decoder.named_children())
     reasons = {
-        "its decoder has no `embed_tokens` and `norm`": not {"embed_tokens", "norm"} <= set(parts),
+        "its decoder has no `embed_tokens` and `norm`": not {"embed_tokens", "norm"} <= set(children),
         "its layers share keys and values across stages": bool(getattr(config, "num_kv_shared_layers", 0)),
         "its layers read inputs per layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
         "its experts have a load-balancing loss over all layers": bool(getattr(config, "output_router_logits", False)),
@@ -258,11 +261,11 @@ def verify_split(policy: nn.Module) -> None:
     Raises:
         ValueError: if the split model computes something else.
     """
-    require_known_parts(policy)
+    require_layers_alone(policy)
     whole = two_layer_copy(policy).eval()
     device, dtype = whole.device, whole.dtype
     numbers = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, TEST_VOCABULARY, (len(TEST_LENGTHS), max(TEST_LENGTHS)), generator=numbers).to(device)
+    ids = torch.randint(3, SMALL_VOCABULARY, (len(TEST_LENGTHS), max(TEST_LENGTHS)), generator=numbers).to(device)
     lengths = torch.tensor(TEST_LENGTHS, device=device)
     mask = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
     expected = whole(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -275,39 +278,10 @@ def verify_split(policy: nn.Module) -> None:
     difference = (hidden - expected)[real].abs().max().item()
     if not difference <= TEST_TOLERANCE * torch.finfo(dtype).eps * expected[real].abs().max().item():
         raise ValueError(
-            f"{type(policy).__name__} cannot be split into pipeline stages: on a copy with two layers the logits of two "
-            f"stages differ from those of the whole model by up to {difference:.3g}. Its forward does more than pass "
-            "hidden states from layer to layer, such as scaling embeddings. Set `pipeline_parallel_size=1`."
+            f"{type(policy).__name__} cannot be split into pipeline stages: on a copy with two layers the logits of "
+            f"two stages differ from those of the whole model by up to {difference:.3g}. Its forward does more than "
+            "pass hidden states from layer to layer, such as scaling embeddings. Set `pipeline_parallel_size=1`."
         )
-
-
-def two_layer_copy(policy: nn.Module) -> nn.Module:
-    """
-    A policy of the same class, device and dtype with two layers, a small vocabulary and weights of its own: for tests of
-    what the class computes.
-
-    Args:
-        policy ([`~transformers.PreTrainedModel`]):
-            The policy, or a part of it.
-    """
-    device = policy.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        return type(policy)._from_config(two_layer_config(policy.config), dtype=policy.dtype).to(device)
-
-
-def two_layer_config(config: Any) -> Any:
-    """The config of a two-layer model of the same kind: two different kinds of layers if it has several."""
-    config = copy.deepcopy(config)
-    if getattr(config, "layer_types", None):
-        kinds = list(dict.fromkeys(config.layer_types))
-        config.layer_types = [kinds[0], kinds[-1]]
-    config.num_hidden_layers = 2
-    config.vocab_size = TEST_VOCABULARY
-    config.pad_token_id, config.bos_token_id, config.eos_token_id = 0, 1, 2
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = TEST_WINDOW
-    return config
 
 
 def sum_tied_gradients(weight: nn.Parameter, rank_of_first: int, rank_of_last: int, group: dist.ProcessGroup) -> None:
@@ -321,7 +295,7 @@ def sum_tied_gradients(weight: nn.Parameter, rank_of_first: int, rank_of_last: i
         rank_of_first (`int`), rank_of_last (`int`):
             Ranks in the group of the two stages.
         group (`ProcessGroup`):
-            That of the pipeline, between steps.
+            The ranks of the pipeline, between steps.
     """
     own = torch.zeros_like(weight) if weight.grad is None else weight.grad
     is_first = dist.get_rank(group) == rank_of_first

@@ -13,25 +13,26 @@ import torch
 from torch import nn
 
 from ...modeling.taps import PassThrough, decoder_of
+from ..shape import stages_of_layers
 from .split import PolicyStage, require_split
 
 
 class Shard(NamedTuple):
     """
-    Rows of a stage's input that are real, where others only bring it to the shape of a pipeline step.
+    The first columns of a stage's input, which are real: the others only bring it to the shape of a pipeline step.
 
     Args:
         num_rows (`int`):
             `T`: the first so many of the `S` columns.
         arguments (`dict`):
-            What the policy's forward takes besides.
+            Further arguments of the policy's forward.
     """
 
     num_rows: int
     arguments: dict[str, Any]
 
 
-# Given the number of a microbatch and the layers of a stage, what the stage's forward runs in.
+# Given the number of a microbatch and the layers of a stage, makes the context in which the stage's forward runs.
 StageContext = Callable[[int | None, Sequence[int]], AbstractContextManager[Shard | None]]
 
 
@@ -42,8 +43,8 @@ def plain_forward(microbatch: int | None, layers: Sequence[int]) -> AbstractCont
 
 class StageView(PolicyStage):
     """
-    A stage of a policy that stays whole: what other stages own is set aside while the stage's forward runs, and there
-    for everything else. Parameters are shared with the policy, nothing is copied or dropped.
+    A stage of a policy that stays whole: modules of other stages are set aside while the stage's forward runs, and
+    there for everything else. Parameters are shared with the policy, nothing is copied or dropped.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -51,8 +52,8 @@ class StageView(PolicyStage):
         layers_per_stage (`Sequence[int]`), index (`int`), score (`Callable`, *optional*):
             As in [`split_policy`].
         context (`StageContext`, *optional*):
-            Makes what a forward runs in, such as autocast. If it gives a [`Shard`], the forward runs on that part of its
-            input, and its output is padded with zeros.
+            Makes the context of a forward, such as autocast. If it gives a [`Shard`], the forward runs on these
+            columns of its input, and its output is padded with zeros.
 
     Raises:
         ValueError: if the layers do not add up, or the model cannot be split.
@@ -90,7 +91,7 @@ class StageView(PolicyStage):
             else:
                 output = self._run_shard(shard, arguments, extras)
         if torch.is_grad_enabled() and not output.requires_grad:
-            # Everything so far is frozen, and the schedule runs the backward of this stage all the same.
+            # All weights so far are frozen, and the schedule runs the backward of this stage all the same.
             output.requires_grad_()
         return output
 
@@ -108,7 +109,7 @@ def _stages_of_parameters(policy: nn.Module, layers_per_stage: Sequence[int]) ->
     """By name of a parameter, the stage that owns it. A tied embedding belongs to the first."""
     decoder, last = decoder_of(policy), len(layers_per_stage) - 1
     paths = {module: f"{path}." for path, module in policy.named_modules()}
-    stages = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+    stages = stages_of_layers(layers_per_stage)
     owners = {paths[decoder.embed_tokens]: 0, paths[decoder.norm]: last, paths[policy.get_output_embeddings()]: last}
     owners |= {paths[layer]: stage for layer, stage in zip(decoder.layers, stages, strict=True)}
     found = {}
@@ -116,8 +117,8 @@ def _stages_of_parameters(policy: nn.Module, layers_per_stage: Sequence[int]) ->
         owner = [stage for path, stage in owners.items() if name.startswith(path)]
         if not owner:
             raise ValueError(
-                f"{type(policy).__name__} cannot be split into pipeline stages: `{name}` lies outside of its embedding, "
-                "layers, final norm and head. Set `pipeline_parallel_size=1`."
+                f"{type(policy).__name__} cannot be split into pipeline stages: `{name}` lies outside of its "
+                "embedding, layers, final norm and head. Set `pipeline_parallel_size=1`."
             )
         found[name] = owner[0]
     return found

@@ -30,11 +30,6 @@ class SourceEnd:
         """The slot of the next message."""
         return self.sent % self.slots
 
-    @property
-    def idle(self) -> bool:
-        """Whether the other end has taken everything."""
-        return self.released == self.sent
-
     def publish(self) -> None:
         """The next slot was filled and announced."""
         self.sent += 1
@@ -46,7 +41,7 @@ class SourceEnd:
         Raises:
             TapMismatch: if it is not the oldest message that is still there.
         """
-        if sequence != self.released or self.idle:
+        if sequence != self.released or self.released == self.sent:
             raise TapMismatch(
                 f"slot of message {sequence} was given back when {self.released} of {self.sent} were due"
             )

@@ -1,18 +1,20 @@
-"""The header in front of every message of a tap channel: 64 bytes, checked field by field by whoever receives it."""
+"""
+The header in front of every message of a tap channel: 64 bytes, checked field by field by the rank that receives it.
+"""
 
 import struct
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import IntEnum
 
 
 HEADER_BYTES = 64
 MAGIC = b"TAPC"
-VERSION = 1
+VERSION = 2
 
-# magic, version, kind | epoch | sequence | microbatch, stage | bytes | plan | slot, number of taps; then a CRC, 4 unused.
-_FIELDS = struct.Struct("<4sHHQQIIQQII")
-_CHECKSUM = struct.Struct("<I4x")
+# magic, version, kind | epoch | sequence | microbatch, stage | bytes | plan | number of taps; then a CRC, 8 unused.
+_FIELDS = struct.Struct("<4sHHQQIIQQI")
+_CHECKSUM = struct.Struct("<I8x")
 assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES
 
 
@@ -25,37 +27,34 @@ class TapTimeout(TapChannelError):
 
 
 class TapMismatch(TapChannelError):
-    """Something arrived that is not what the plan says comes next."""
+    """A message arrived that is not the one the plan says comes next."""
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
-    TAPS = 1  # a slot was filled
-    CREDIT = 2  # a slot is free again
-    RING = 3  # landing slots of this size; the memory comes with the message
+    TAPS = 1  # the taps of a microbatch, from a source
+    BEGIN = 2  # the draft's rank has begun a step
+    END = 3  # the draft's rank has taken all taps of the step
     FAILURE = 4  # the sender gave up; a text follows
-    GOODBYE = 5  # the sender is done and will close
 
 
 @dataclass(frozen=True)
-class Header:
+class TapHeader:
     """
     Args:
         kind ([`Kind`]):
-            What the message is.
+            Kind of the message.
         epoch (`int`):
             Step of the channel, counted from 1.
         sequence (`int`):
             Messages of this lane before this one.
         microbatch (`int`), stage (`int`):
-            Whose taps.
+            The microbatch and the stage that the taps belong to.
         num_bytes (`int`):
             Length of the payload.
         plan (`int`):
             64 bits that stand for the plan and the shapes of this step.
-        slot (`int`):
-            Landing slot.
         num_taps (`int`):
             Number of taps.
     """
@@ -67,30 +66,17 @@ class Header:
     stage: int = 0
     num_bytes: int = 0
     plan: int = 0
-    slot: int = 0
     num_taps: int = 0
 
     def pack(self) -> bytes:
-        """The header as 64 bytes."""
-        fields = _FIELDS.pack(
-            MAGIC,
-            VERSION,
-            self.kind,
-            self.epoch,
-            self.sequence,
-            self.microbatch,
-            self.stage,
-            self.num_bytes,
-            self.plan,
-            self.slot,
-            self.num_taps,
-        )
+        """Returns the header as 64 bytes."""
+        fields = _FIELDS.pack(MAGIC, VERSION, *astuple(self))
         return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
     @classmethod
-    def unpack(cls, content: bytes) -> "Header":
+    def unpack(cls, content: bytes) -> "TapHeader":
         """
-        The inverse of [`Header.pack`].
+        Reads a header from its 64 bytes.
 
         Raises:
             TapMismatch: if the content is not a header.
@@ -105,7 +91,7 @@ class Header:
             raise TapMismatch(f"a message of another kind arrived: {magic!r}, version {version}")
         return cls(Kind(kind), *numbers)
 
-    def require(self, expected: "Header") -> None:
+    def require(self, expected: "TapHeader") -> None:
         """
         Checks that this is the header that was expected.
 

@@ -1,21 +1,17 @@
 """Which transport the taps of a pipeline travel by: found out by the ranks together, and logged."""
 
 import logging
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .channel import TapChannel
-from .cuda import CudaTransport
-from .cuda_calls import CudaCalls
 from .gloo import GlooTransport
 from .pinned import PinnedTransport
 from .plan import TapPlan
-from .shared_memory import SharedMemoryTransport
-from .sockets import place
+from .processes import on_one_host
+from .symmetric import SymmetricTransport
 from .transport import Transport, TransportUnavailable
 
 
@@ -29,11 +25,11 @@ def open_channel(
     *,
     timeout: float,
     device: torch.device | str | None = None,
-    calls: Callable[[torch.device], CudaCalls] | None = None,
 ) -> TapChannel:
     """
-    A channel by the shortest way that works: between the memories of GPUs, in shared memory, over gloo; for GPUs, the last two
-    through pinned memory. Collective. The first rank of the group logs the way, and why a shorter one does not work.
+    Makes a channel by the shortest way that works: over gloo for taps in host memory; for GPUs between their memories,
+    or else over gloo through pinned memory. Collective. The first rank of the group logs the way, and why a shorter
+    one does not work.
 
     Args:
         plan ([`TapPlan`]), stage (`int` or `Sequence[int]`), timeout (`float`):
@@ -42,36 +38,29 @@ def open_channel(
             All ranks of the pipeline, of the gloo backend.
         device (`torch.device` or `str`, *optional*):
             Where taps are captured and wanted, of the same type on all ranks. If `None`, the CPU.
-        calls (`Callable`, *optional*):
-            What makes of a GPU the object that calls CUDA. If `None`, [`CudaCalls`] for devices of CUDA.
     """
     device = torch.device("cpu" if device is None else device)
-    if calls is None and device.type == "cuda":
-        calls = CudaCalls
-    open_with = partial(TapChannel, plan, stage, timeout=timeout, device=device)
-    one_host, is_first = share_memory(group), dist.get_rank(group) == 0
-    if calls is not None and one_host:
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    is_first = dist.get_rank(group) == 0
+    for way, transport in _ways(group, device):
         try:
-            channel = open_with(transport=CudaTransport(group, device, calls))
+            channel = TapChannel(plan, stage, transport, timeout=timeout, device=device)
         except TransportUnavailable as reason:
             if is_first:
-                logger.warning(f"Taps go through host memory, since GPUs do not reach each other's: {reason}")
+                logger.warning(f"Taps do not travel {way}: {reason}")
         else:
             if is_first:
-                logger.info("Taps travel from GPU to GPU.")
+                logger.info(f"Taps travel {way}.")
             return channel
-    transport: Transport = SharedMemoryTransport(group) if one_host else GlooTransport(group)
-    if calls is not None:
-        transport = PinnedTransport(transport, device, calls)
-    channel = open_with(transport=transport)
-    if is_first:
-        logger.info(f"Taps travel over {'shared memory' if one_host else 'gloo'}.")
-    return channel
+    raise AssertionError("gloo is never unavailable")
 
 
-def share_memory(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group run in one container of one Linux host. Collective."""
-    mine = place() if sys.platform == "linux" else None
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group)
-    return mine is not None and all(theirs == mine for theirs in everyone)
+def _ways(group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[str, Transport]]:
+    """Yields the ways by which taps may travel, the shortest first. The last one always works."""
+    if device.type == "cpu":
+        yield "over gloo", GlooTransport(group)
+        return
+    if device.type == "cuda" and on_one_host(group):
+        yield "from GPU to GPU", SymmetricTransport(GlooTransport(group), device)
+    yield "over gloo, through pinned memory", PinnedTransport(GlooTransport(group, pin_memory=True), device)

@@ -1,210 +1,159 @@
 """
-Taps of GPUs over a transport of host memory, for GPUs that cannot reach each other's memory: on several hosts, say.
+Taps of accelerators over gloo, through pinned host memory: for GPUs on any hosts.
 
-A forward packs taps into a staging buffer of its GPU, a side stream copies that into pinned host memory, and a thread
-publishes the message, in order, when its copy is done. The draft's rank copies what arrives into pinned memory and from there
-to its GPU, on a side stream too.
+A forward packs its taps into a buffer on its GPU and goes on. A thread sends the messages one after the other: when
+gloo has room, a side stream copies the buffer there, and when the copy is done, gloo sends it. The draft's rank copies
+what arrived to its GPU, on a side stream too, and waits for the copy alone, so that neither end waits for the stream
+of its forwards.
+
+On a CPU `torch.cpu` has streams and events that do nothing, so the order of all this is tested there.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
-from .cuda_calls import CudaCalls
-from .message import Header, TapChannelError, TapTimeout
+from .gloo import GlooTransport
+from .message import TapChannelError, TapHeader, TapTimeout
 from .plan import Lane
-from .side_copies import SideCopies, Staging
-from .transport import Transport
 
 
-# Seconds between two looks at whether a device is done.
-LOOK = 0.001
-# Seconds that `close` gives copies to end.
-CLOSING = 2.0
+# Seconds between two looks at whether a copy is done.
+LOOK = 0.0002
 
 
 class PinnedTransport:
     """
-    Between GPUs, through host memory. A forward does not wait for its copy unless as many messages as the lane has landing
-    slots are on their way; the draft's rank waits in its forward of a microbatch until the taps of it have arrived.
+    Carries taps between accelerators, through host memory. A forward waits only while as many messages as the lane has
+    landing slots are on their way; the draft's rank waits in its forward of a microbatch until its taps have arrived.
 
     Args:
-        inner ([`SharedMemoryTransport`] or [`GlooTransport`]):
-            What carries the messages. On a source only the thread uses it within a step.
+        inner ([`GlooTransport`]):
+            Carries the messages, with `pin_memory=True`. On a source only the thread uses it within a step.
         device (`torch.device`):
-            The GPU of this rank.
-        calls (`Callable`, *optional*, defaults to `CudaCalls`):
-            What makes of the device the object that calls CUDA.
+            The accelerator of this rank, with its index.
     """
 
-    def __init__(self, inner: Transport, device: torch.device, calls: Callable[[torch.device], CudaCalls] = CudaCalls):
+    def __init__(self, inner: GlooTransport, device: torch.device):
         self.inner = inner
         self.rank = inner.rank
-        self._calls = calls(device)
-        self.device = self._calls.device
-        self._copies = SideCopies(self._calls)
-        self._lanes: dict[int, _Outgoing] = {}
-        self._publisher = _Publisher(self._calls)
+        self.device = device
+        self._module = torch.get_device_module(device)
+        self._side = self._module.Stream(device)
+        self._slots: dict[int, int] = {}
+        self._under_way: dict[int, deque[Future]] = {}
+        self._jobs: SimpleQueue[tuple[Future, TapHeader, torch.Tensor, torch.Event] | None] = SimpleQueue()
+        self._message = torch.empty(0, dtype=torch.uint8)
         self._timeout = 0.0
+        self._given_up = False
 
     def connect(self, lanes: Sequence[Lane], fingerprint: int, timeout: float) -> None:
         self.inner.connect(lanes, fingerprint, timeout)
-        self._lanes = {lane.stage: _Outgoing(self._calls, lane.slots) for lane in lanes if lane.source == self.rank}
-        if self._lanes:
-            self._publisher.start()
+        self._slots = {lane.stage: lane.slots for lane in lanes if lane.source == self.rank}
+        self._under_way = {stage: deque() for stage in self._slots}
+        if self._slots:
+            # A daemon: a process that gives up does not wait for the thread.
+            threading.Thread(target=self._send_all, daemon=True).start()
 
     def begin_step(self, sizes: Mapping[int, Sequence[int]], digest: int, timeout: float) -> None:
         # The thread has nothing to do between steps.
         self.inner.begin_step(sizes, digest, timeout)
-        self._copies.begin_step()
         self._timeout = timeout
-        for stage, lane in self._lanes.items():
-            lane.fit(max(sizes[stage]))
 
     def reserve(self, stage: int, num_bytes: int, timeout: float) -> torch.Tensor:
-        lane = self._lanes[stage]
-        if len(lane.pending) == lane.slots:
-            lane.pending.popleft().result()  # has a deadline of its own
-        return lane.staging.room(lane.slot)[:num_bytes]
+        if len(self._under_way[stage]) == self._slots[stage]:
+            self._under_way[stage].popleft().result()  # it has a deadline of its own
+        self._message = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._message
 
-    def pack(self, room: torch.Tensor, hidden: torch.Tensor) -> None:
-        self._calls.copy(room, hidden, self._calls.current())
+    def publish(self, stage: int, header: TapHeader) -> None:
+        packed, sent = self._module.Event(), Future()
+        packed.record(self._module.current_stream(self.device))
+        self._under_way[stage].append(sent)
+        self._jobs.put((sent, header, self._message, packed))
 
-    def slot(self, stage: int) -> int:
-        # Ahead of the inner transport's by what the thread has not published yet.
-        return self._lanes[stage].slot if stage in self._lanes else self.inner.slot(stage)
+    def _send_all(self) -> None:
+        """The thread. After a failure nothing more is sent; the forward that waits for a message raises it."""
+        self._module.set_device(self.device)
+        while (job := self._jobs.get()) is not None:
+            sent, header, message, packed = job
+            try:
+                if self._given_up:
+                    raise TapChannelError("the channel was given up before this message was sent")
+                self._copy(self._room(header), message, header, packed)
+                self.inner.publish(header.stage, header)
+                sent.set_result(None)
+            except BaseException as error:
+                self._given_up = True
+                sent.set_exception(self._naming(error, header))
 
-    def publish(self, stage: int, header: Header) -> None:
-        calls, lane, index = self._calls, self._lanes[stage], self._lanes[stage].slot
-        target = lane.host[index][: header.num_bytes]
-        lane.staging.leave(index)
-        calls.copy(target, lane.staging.content(index)[: header.num_bytes], calls.side)
-        lane.copied[index].record(calls.side)
-        lane.pending.append(self._publisher.submit(self._publish, header, target, lane.copied[index], self._timeout))
-        lane.sent += 1
+    def _naming(self, error: BaseException, header: TapHeader) -> BaseException:
+        """Says in an error of the channel which taps were to be sent."""
+        if not isinstance(error, TapChannelError):
+            return error
+        taps = f"stage {header.stage}, microbatch {header.microbatch}, step {header.epoch}"
+        return type(error)(f"{error} (when rank {self.rank} was to send the taps of {taps})")
 
-    def _publish(self, header: Header, content: torch.Tensor, copied: Any, timeout: float) -> None:
-        """In the thread: when a message is in host memory, it goes its way."""
-        self._await_copy(copied, header, time.monotonic() + timeout, "to")
-        try:
-            room = self.inner.reserve(header.stage, header.num_bytes, timeout)
-            room.copy_(content)
-            self.inner.publish(header.stage, header)
-        except TapChannelError as error:
-            taps = f"stage {header.stage}, microbatch {header.microbatch}, step {header.epoch}"
-            raise type(error)(f"{error} (when rank {self.rank} was to send the taps of {taps})") from error
+    def _room(self, header: TapHeader) -> torch.Tensor:
+        """Waits for the memory that a message is copied to."""
+        return self.inner.reserve(header.stage, header.num_bytes, self._timeout)
 
-    def receive(self, stage: int, timeout: float) -> tuple[bytes, Any]:
-        return self.inner.receive(stage, timeout)
+    def _content(self, header: TapHeader, payload: torch.Tensor) -> torch.Tensor:
+        """Returns the memory that a message has arrived in."""
+        return payload[: header.num_bytes]
 
-    def collect(self, header: Header, payload: torch.Tensor) -> torch.Tensor:
-        calls = self._calls
-        content = calls.host(header.num_bytes)
-        content.copy_(payload[: header.num_bytes])
-        self.inner.release(header.stage)
-        # Of the side stream, so that it waits for nothing that the compute stream does.
-        message = calls.empty(header.num_bytes, calls.side)
-        calls.copy(message, content, calls.side)
-        self._copies.forget_done()
-        self._copies.started(header, content)
-        return message
-
-    def hand_over(self, stage: int, microbatch: int, message: torch.Tensor) -> None:
-        self._copies.hand_over(stage, microbatch, message)
-
-    def end_step(self, timeout: float) -> None:
-        for lane in self._lanes.values():
-            while lane.pending:
-                lane.pending.popleft().result()
-        self.inner.end_step(timeout)
-        deadline = time.monotonic() + timeout
-        for header, event in self._copies.under_way():
-            self._await_copy(event, header, deadline, "from")
-
-    def _await_copy(self, event: Any, header: Header, deadline: float, way: str) -> None:
-        """Until the event of a copy is done, or the clock says that the step's timeout has passed."""
-        while not event.query():
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, header: TapHeader, after: torch.Event | None = None
+    ) -> None:
+        """Copies on the side stream, after an event, and returns when the copy is done."""
+        deadline, done = time.monotonic() + self._timeout, self._module.Event()
+        with self._module.stream(self._side):
+            if after is not None:
+                self._side.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            done.record(self._side)
+        while not done.query():
             if time.monotonic() > deadline:
                 raise TapTimeout(
-                    f"rank {self.rank} waited {self._timeout:g} s for its GPU to copy the taps of stage {header.stage}, "
-                    f"microbatch {header.microbatch}, {way} host memory"
+                    f"rank {self.rank} waited {self._timeout:g} s for {self.device} to copy the taps of stage "
+                    f"{header.stage}, microbatch {header.microbatch}"
                 )
             time.sleep(LOOK)
+
+    def receive(self, stage: int, timeout: float) -> tuple[bytes, torch.Tensor]:
+        return self.inner.receive(stage, timeout)
+
+    def collect(self, header: TapHeader, payload: torch.Tensor) -> torch.Tensor:
+        # Memory of the side stream, so that the copy waits for nothing that the forwards still use.
+        with self._module.stream(self._side):
+            message = torch.empty(header.num_bytes, dtype=torch.uint8, device=self.device)
+        self._copy(message, self._content(header, payload), header)
+        self.inner.release(header.stage)
+        if self.device.type != "cpu":
+            # The memory is not used again before the forwards' stream is done with it.
+            message.record_stream(self._module.current_stream(self.device))
+        return message
+
+    def end_step(self, timeout: float) -> None:
+        for under_way in self._under_way.values():
+            while under_way:
+                under_way.popleft().result()
+        self.inner.end_step(timeout)
 
     def dead_ranks(self) -> list[int]:
         return self.inner.dead_ranks()
 
     def fail(self, text: str) -> None:
-        self._publisher.stop()
+        self._given_up = True
+        self._jobs.put(None)
         self.inner.fail(text)
 
     def close(self) -> None:
-        self._publisher.stop()
-        self._copies.idle(CLOSING)
-        self.inner.close()
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the inner transport's slots, and of the staging buffers on the GPU and the host."""
-        staged = sum(2 * lane.slots * lane.num_bytes for lane in self._lanes.values())
-        return self.inner.memory_bytes + staged
-
-
-class _Outgoing:
-    """The messages of a lane between a forward and the inner transport."""
-
-    def __init__(self, calls: CudaCalls, slots: int):
-        self.calls = calls
-        self.slots = slots
-        self.num_bytes = -1
-        self.sent = 0
-        self.pending: deque[Future] = deque()
-        self.copied = [calls.event() for _ in range(slots)]
-
-    @property
-    def slot(self) -> int:
-        return self.sent % self.slots
-
-    def fit(self, num_bytes: int) -> None:
-        if self.num_bytes < num_bytes:
-            self.num_bytes = num_bytes
-            self.staging = Staging(self.calls, self.copied, num_bytes)
-            self.host = [self.calls.host(num_bytes) for _ in range(self.slots)]
-
-
-class _Publisher(threading.Thread):
-    """Does one thing after the other. A daemon: a process that gives up does not wait for what it still waits for."""
-
-    def __init__(self, calls: CudaCalls):
-        super().__init__(daemon=True)
-        self._calls = calls
-        self._jobs: SimpleQueue[tuple[Future, Callable, tuple] | None] = SimpleQueue()
-        self._stopped = False
-
-    def submit(self, job: Callable, *arguments) -> Future:
-        future: Future = Future()
-        self._jobs.put((future, job, arguments))
-        return future
-
-    def run(self) -> None:
-        self._calls.enter_thread()
-        while (entry := self._jobs.get()) is not None:
-            future, job, arguments = entry
-            try:
-                if self._stopped:
-                    raise TapChannelError("the channel was given up before this message was sent")
-                future.set_result(job(*arguments))
-            except BaseException as error:
-                # Raised by whoever waits for the message; what comes after it is not sent.
-                self._stopped = True
-                future.set_exception(error)
-
-    def stop(self) -> None:
-        self._stopped = True
+        self._given_up = True
         self._jobs.put(None)
+        self.inner.close()

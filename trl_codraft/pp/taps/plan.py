@@ -1,5 +1,5 @@
 """
-What a tap channel carries: which stage captures which taps, which rank runs which stage, how a message is laid out.
+The plan of a tap channel: which stage captures which taps, which rank runs which stage, how a message is laid out.
 
 Both ends of a lane compute everything from the same plan, so no shapes travel.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..order import Order, forwards_only, required_slots, runs_through, schedule_order, slots_ahead
+from ..shape import PipelineShape, stages_of_layers
 from .message import HEADER_BYTES
 
 
@@ -28,7 +29,8 @@ class Tap(NamedTuple):
     Args:
         layer (`int`):
             Its id: `i` in `0..n-1` is the input of decoder layer `i`, `n` the output of the last layer. With 0 the
-            embedded tokens travel. Larger ids are free for others, such as what the policy's head reads.
+            embedded tokens travel. Larger ids are free for others, such as the hidden state that the policy's head
+            reads.
         stage (`int`):
             The (virtual) stage that captures it.
         width (`int`):
@@ -43,7 +45,7 @@ class Tap(NamedTuple):
     dtype: torch.dtype
 
     def shape(self, rows: tuple[int, ...]) -> tuple[int, ...]:
-        """Its shape for a microbatch whose leading dimensions are `rows`, such as `(B, S)`."""
+        """Returns its shape for a microbatch whose leading dimensions are `rows`, such as `(B, S)`."""
         return (*rows, self.width)
 
     def num_bytes(self, rows: tuple[int, ...]) -> int:
@@ -62,7 +64,7 @@ class Lane(NamedTuple):
 @dataclass(frozen=True)
 class TapPlan:
     """
-    What a [`TapChannel`] carries, the same on every rank.
+    The taps that a [`TapChannel`] carries and their way, the same on every rank.
 
     Args:
         taps (`tuple[Tap, ...]`):
@@ -93,40 +95,35 @@ class TapPlan:
     def for_layers(
         cls,
         tap_layers: Sequence[int],
-        layers_per_stage: Sequence[int],
+        shape: PipelineShape,
         hidden_size: int,
         dtype: torch.dtype,
         *,
-        num_ranks: int,
-        num_microbatches: int,
-        schedule: str | Callable[[int], Order] = "1F1B",
         slots: int | None = None,
     ) -> "TapPlan":
         """
-        The plan for a policy split by layers, stage `s` on rank `s % num_ranks`.
+        Makes the plan for a policy split by layers.
 
         Args:
             tap_layers (`Sequence[int]`):
                 Ids of the taps, ascending.
-            layers_per_stage (`Sequence[int]`):
-                Number of decoder layers of every stage.
+            shape ([`PipelineShape`]):
+                Its stages.
             hidden_size (`int`), dtype (`torch.dtype`):
-                Of the hidden states.
-            num_ranks (`int`), num_microbatches (`int`), schedule, slots:
+                Width and dtype of the hidden states.
+            slots (`int`, *optional*):
                 As in [`TapPlan`].
         """
-        ends = [sum(layers_per_stage[: stage + 1]) for stage in range(len(layers_per_stage))]
-        if any(not 0 <= layer <= ends[-1] for layer in tap_layers):
-            raise ValueError(
-                f"Tap layers {list(tap_layers)} do not fit {ends[-1]} layers: ids run from 0 to {ends[-1]}."
-            )
         # The output of the last layer belongs to the last stage, like its input.
-        stages = [min(sum(end <= layer for end in ends), len(ends) - 1) for layer in tap_layers]
+        stages = [*stages_of_layers(shape.layers), shape.num_stages - 1]
+        if any(not 0 <= layer < len(stages) for layer in tap_layers):
+            last = len(stages) - 1
+            raise ValueError(f"Tap layers {list(tap_layers)} do not fit {last} layers: ids run from 0 to {last}.")
         return cls(
-            taps=tuple(Tap(layer, stage, hidden_size, dtype) for layer, stage in zip(tap_layers, stages, strict=True)),
-            stage_ranks=tuple(stage % num_ranks for stage in range(len(layers_per_stage))),
-            num_microbatches=num_microbatches,
-            schedule=schedule,
+            taps=tuple(Tap(layer, stages[layer], hidden_size, dtype) for layer in tap_layers),
+            stage_ranks=tuple(map(shape.rank_of, range(shape.num_stages))),
+            num_microbatches=shape.num_microbatches,
+            schedule=shape.schedule,
             slots=slots,
         )
 
@@ -165,7 +162,7 @@ class TapPlan:
         return tuple(sorted({tap.stage for tap in self.taps if ranks[tap.stage] != ranks[self.sink]}))
 
     def taps_of(self, stage: int) -> tuple[Tap, ...]:
-        """What a stage captures."""
+        """Returns the taps that a stage captures."""
         return self._taps_by_stage[stage]
 
     @cached_property
@@ -173,7 +170,7 @@ class TapPlan:
         return tuple(tuple(tap for tap in self.taps if tap.stage == stage) for stage in range(self.num_stages))
 
     def required_slots(self, num_microbatches: int) -> int:
-        """The smallest number of landing slots per lane that cannot deadlock, training or forward only."""
+        """Returns the smallest number of landing slots per lane that cannot deadlock, training or forward only."""
         return _required_slots(self, num_microbatches)
 
     def require_slots(self, num_microbatches: int) -> None:
@@ -193,20 +190,20 @@ class TapPlan:
                 )
 
     def message_bytes(self, stage: int, rows: tuple[int, ...]) -> int:
-        """Bytes of the payload of a stage's message for a microbatch."""
+        """Returns the bytes of the payload of a stage's message for a microbatch."""
         return sum(_aligned(tap.num_bytes(rows)) for tap in self.taps_of(stage))
 
     def step_bytes(self, shapes: Sequence[tuple[int, ...]]) -> dict[int, list[int]]:
-        """By source stage, the bytes of the payloads of all messages of a step."""
+        """Returns, by source stage, the bytes of the payloads of all messages of a step."""
         return {lane.stage: [self.message_bytes(lane.stage, rows) for rows in shapes] for lane in self.lanes}
 
     def views(self, stage: int, rows: tuple[int, ...], payload: torch.Tensor) -> dict[int, torch.Tensor]:
         """
-        The taps inside a message, by layer.
+        Returns the taps inside a message, by layer.
 
         Args:
             stage (`int`):
-                The source.
+                The source stage.
             rows (`tuple[int, ...]`):
                 Leading dimensions of the microbatch.
             payload (`torch.ByteTensor`):
@@ -226,7 +223,7 @@ class TapPlan:
         return digest(repr(parts))
 
     def _order(self, num_microbatches: int) -> Order:
-        """The pipeline's order."""
+        """Returns the pipeline's order."""
         if not callable(self.schedule):
             ranks = len(set(self.stage_ranks))
             if self.stage_ranks != tuple(stage % ranks for stage in range(self.num_stages)):
@@ -255,7 +252,7 @@ def _required_slots(plan: TapPlan, num_microbatches: int) -> int:
 
 
 def digest(text: str) -> int:
-    """64 bits of a text. `hash` would differ between processes."""
+    """Returns 64 bits of a text. `hash` would differ between processes."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 

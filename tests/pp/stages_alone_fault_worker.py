@@ -1,6 +1,6 @@
 """
-Ranks of `test_pp_parts_faults.py`: `python parts_fault_worker.py OUT FAULT...` lets something fail on one of two ranks that have
-parts or shards of a policy, fault after fault, and saves how all of them ended.
+Ranks of `test_stages_alone_faults.py`: `python stages_alone_fault_worker.py OUT FAULT...` lets something fail on one
+of two ranks that have parts or shards of a policy, fault after fault, and saves how all of them ended.
 """
 
 import sys
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import start_ranks
 from fsdp2_on_cpu import fsdp2_on_cpu
-from pp.parts_worker import SERVED, FakeClient, serve_with
+from pp.stages_alone_worker import SERVED, FakeClient, serve_with
 from pp.trainer_fault_worker import strike
 from pp.trainer_worker import build, save_policies
 from replay import token_reward

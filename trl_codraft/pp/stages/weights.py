@@ -1,6 +1,6 @@
 """
-A rank's part of a policy that is nowhere whole: read from a checkpoint without the rest, streamed to one rank parameter by
-parameter, and kept in step where two ranks hold the same tensor.
+The weights of a rank's stages where no rank has the whole policy: read from a checkpoint without the rest, streamed to
+one rank parameter by parameter, and kept in step where two ranks hold the same tensor.
 """
 
 import re
@@ -14,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def load_part(
+def load_stage_weights(
     architecture: type[PreTrainedModel], path: str, keep: Callable[[PreTrainedModel], list[str]], **kwargs: Any
 ) -> PreTrainedModel:
     """
-    Loads a part of a policy. What is dropped is never allocated, nor read from the checkpoint.
+    Loads some stages of a policy. Other weights are never allocated, nor read from the checkpoint.
 
     Args:
         architecture (`type[PreTrainedModel]`):
@@ -26,10 +26,10 @@ def load_part(
         path (`str`):
             A folder or Hub id.
         keep (`Callable`):
-            Given the policy before its weights are there, drops what is not wanted, as [`keep_stages`] does, and returns
-            the paths of the modules that it dropped.
+            Given the policy before its weights are there, drops the modules of other stages, as [`keep_stages`] does,
+            and returns their paths.
         kwargs (*optional*):
-            Of `from_pretrained`.
+            Passed on to `from_pretrained`.
 
     Returns:
         [`~transformers.PreTrainedModel`]: of the class `architecture`.
@@ -37,19 +37,16 @@ def load_part(
 
     frozen: set[str] = set()
 
-    class Part(architecture):
+    class StagesOnly(architecture):
         def __init__(self, config, *args, **others):
             super().__init__(config, *args, **others)
             dropped = {rf"^{re.escape(name)}\." for name in keep(self)}
             frozen.update(name for name, parameter in self.named_parameters() if not parameter.requires_grad)
             self._keys_to_ignore_on_load_unexpected = set(self._keys_to_ignore_on_load_unexpected or ()) | dropped
 
-    Part.__name__, Part.__qualname__, Part.__module__ = (
-        architecture.__name__,
-        architecture.__qualname__,
-        architecture.__module__,
-    )
-    policy = Part.from_pretrained(path, **kwargs)
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(StagesOnly, name, getattr(architecture, name))
+    policy = StagesOnly.from_pretrained(path, **kwargs)
     policy.__class__ = architecture
     for name in frozen:  # loading has made parameters anew
         policy.get_parameter(name).requires_grad_(False)
@@ -57,17 +54,17 @@ def load_part(
 
 
 @torch.no_grad()
-def align_parts(
+def align_stage_weights(
     policy: nn.Module, pipeline: dist.ProcessGroup, holders: dist.ProcessGroup, *, embedding: bool = False
 ) -> None:
     """
-    Makes the weights of ranks that hold the same stages equal: those of the first one count. Collective in both groups.
+    Gives ranks that hold the same stages the weights of the first of them. Collective in both groups.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
-            This rank's part.
+            The policy, cut down to the stages of this rank.
         pipeline (`ProcessGroup`), holders (`ProcessGroup`):
-            The ranks of this pipeline, in order, and those of the run that hold the same part.
+            The ranks of this pipeline, in order, and the ranks of the run that hold the same stages.
         embedding (`bool`, *optional*, defaults to `False`):
             Whether the last stage has a copy of the input embedding; it becomes that of the first stage.
     """
@@ -80,12 +77,12 @@ def align_parts(
 @torch.no_grad()
 def send_embedding(policy: nn.Module, group: dist.ProcessGroup) -> None:
     """
-    Brings the copy of the input embedding on the last stage up to date. Called by all ranks of a pipeline; `V * H` values
-    travel.
+    Brings the copy of the input embedding on the last stage up to date. Called by all ranks of a pipeline; `V * H`
+    values travel.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
-            This rank's part.
+            The policy, cut down to the stages of this rank.
         group (`ProcessGroup`):
             The ranks of the pipeline, between steps.
     """
@@ -118,7 +115,7 @@ def naming(rank: int, what: str) -> Iterator[None]:
 
 
 class TensorInfo(NamedTuple):
-    """What a rank has to know of a tensor that it will receive."""
+    """Name, dtype and shape of a tensor that another rank will send."""
 
     name: str
     dtype: torch.dtype
@@ -127,12 +124,12 @@ class TensorInfo(NamedTuple):
 
 class WholeStream:
     """
-    The tensors of a whole policy on the first rank of a pipeline, one at a time, where each rank has a part of them.
+    The tensors of a whole policy on the first rank of a pipeline, one at a time, where each rank has its stages alone.
 
     Args:
         own (`Iterable[tuple[str, torch.Tensor]]`):
-            Names and tensors of this rank, in the order in which it will pass them to [`~WholeStream.stream`]. What an
-            earlier rank has by the same name is left out.
+            Names and tensors of this rank, in the order in which it will pass them to [`~WholeStream.stream`]. A
+            tensor that an earlier rank has by the same name is left out.
         group (`ProcessGroup`):
             The ranks of the pipeline, which all make one: collective.
         device (`torch.device`):
@@ -160,15 +157,15 @@ class WholeStream:
 
     def begin(self) -> None:
         """Before every pass over the tensors."""
-        # What this rank still has to send, or to take.
+        # Tensors that this rank still has to send, or to take.
         ranks = range(1, len(self._of_rank)) if self.rank == 0 else [self.rank]
         self._left = iter([(rank, info) for rank in ranks for info in self._of_rank[rank]])
 
     @torch.no_grad()
     def stream(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Sends this rank's tensors, or on the first rank yields its own and then those of the others as they come, each in
-        memory of its own. Every rank of the group has to iterate to the end, or to call [`~WholeStream.give_up`].
+        Sends this rank's tensors, or on the first rank yields its own and then those of the others as they come, each
+        in memory of its own. Every rank of the group has to iterate to the end, or to call [`~WholeStream.give_up`].
         """
         due = {info.name for info in self._of_rank[self.rank]}
         for name, tensor in own:
@@ -184,7 +181,7 @@ class WholeStream:
             yield info.name, self._receive(rank, info)
 
     def give_up(self) -> None:
-        """Ends a pass that failed on this rank, so that no other waits: it takes and drops the rest, or sends zeros."""
+        """Ends a pass that failed on this rank, so that no other waits: takes and drops the rest, or sends zeros."""
         for rank, info in self._left:
             if self.rank == 0:
                 self._receive(rank, info)

@@ -1,10 +1,10 @@
 """
-The microbatches of one pipeline step in one shape.
+Brings the microbatches of a pipeline step to one shape.
 
-A pipeline microbatch is one whole GRPO microbatch as its padded rows `(B, S)`, prompts on the left and completions on the
-right, as TRL runs it: every attention implementation, window and mask of the policy stays what it is without a pipeline.
-(Packed rows `[1, T]` need block-diagonal masks, which are dense without a kernel for them. Context-parallel shards are
-packed, and run through the same pipeline as rows with `B = 1`.)
+A pipeline microbatch is one whole GRPO microbatch as its padded rows `(B, S)`, prompts on the left and completions on
+the right, as TRL runs it: every attention implementation, window and mask of the policy stays what it is without a
+pipeline. (Packed rows `[1, T]` need block-diagonal masks, which are dense without a kernel for them. Context-parallel
+shards are packed, and run through the same pipeline as rows with `B = 1`.)
 
 Shapes: `B` rows, `P` prompt columns, `C` completion columns, `S = P + C`.
 """
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 BUCKET = 64
 
 
-class Rows(NamedTuple):
+class PaddedMicrobatch(NamedTuple):
     """
     The rows of a GRPO microbatch.
 
@@ -36,13 +36,15 @@ class Rows(NamedTuple):
     completion_length: int
 
 
-def pad_microbatches(microbatches: Sequence[Rows], *, bucket: int = BUCKET, pad_token_id: int = 0) -> list[Rows]:
+def pad_microbatches(
+    microbatches: Sequence[PaddedMicrobatch], *, bucket: int = BUCKET, pad_token_id: int = 0
+) -> list[PaddedMicrobatch]:
     """
-    Brings microbatches to a common shape: prompts are padded further on the left, completions on the right, and missing
-    rows (the last batch of an evaluation) repeat the first.
+    Brings microbatches to a common shape: prompts are padded further on the left, completions on the right, and
+    missing rows (the last batch of an evaluation) repeat the first.
 
     Args:
-        microbatches (`Sequence[Rows]`):
+        microbatches (`Sequence[PaddedMicrobatch]`):
             In the order of the schedule. All ranks of the pipeline pass the same.
         bucket (`int`, *optional*, defaults to `64`):
             `S` becomes a multiple of this.
@@ -50,8 +52,8 @@ def pad_microbatches(microbatches: Sequence[Rows], *, bucket: int = BUCKET, pad_
             Id of added columns.
 
     Returns:
-        `list[Rows]`: of one shape. The values of a microbatch's own tokens are the first of its `B` rows and the first
-        of its `C` completion columns.
+        `list[PaddedMicrobatch]`: of one shape. The values of a microbatch's own tokens are the first of its `B` rows
+        and the first of its `C` completion columns.
     """
     rows = max(len(batch.input_ids) for batch in microbatches)
     completion = max(batch.completion_length for batch in microbatches)
@@ -65,5 +67,5 @@ def pad_microbatches(microbatches: Sequence[Rows], *, bucket: int = BUCKET, pad_
         repeat[len(batch.input_ids) :] = 0
         ids = F.pad(batch.input_ids, sides, value=pad_token_id)[repeat]
         mask = F.pad(batch.attention_mask, sides, value=0)[repeat]
-        padded.append(Rows(ids, mask, completion))
+        padded.append(PaddedMicrobatch(ids, mask, completion))
     return padded

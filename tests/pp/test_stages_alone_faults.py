@@ -1,7 +1,7 @@
 """What fails on one rank that has a part or a shard of the policy ends all ranks soon, and all of them say what it was."""
 
 import pytest
-from group.forked_ranks import run_script
+from forked_ranks import run_script
 
 
 # Of a rank that waits for another, in seconds.
@@ -24,7 +24,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     (outcomes,) = run_script(
-        "parts_fault_worker.py", tmp_path_factory.mktemp("faults"), *FAULTS, timeout=280, folder="pp"
+        "stages_alone_fault_worker.py", tmp_path_factory.mktemp("faults"), *FAULTS, timeout=280, folder="pp"
     )
     return outcomes
 

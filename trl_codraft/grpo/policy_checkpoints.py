@@ -12,8 +12,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from trl import GRPOTrainer
 
 from ..group.members import attributes_set
 from ..pp.stages.checkpoint import (
@@ -24,23 +24,29 @@ from ..pp.stages.checkpoint import (
     save_optimizer,
     save_policy,
 )
-from ..pp.stages.loading import WholeStream, load_part
 from ..pp.stages.shared_optimizer import SharedOptimizer
 from ..pp.stages.split import PolicyStage
+from ..pp.stages.weights import WholeStream, load_stage_weights
 from .pipelined_losses import Pipelining
+from .run import Run
 from .support import base_policy
 
 
-class PipelineCheckpoints(Trainer):
+class PolicyCheckpoints:
     """
-    A trainer's optimizer state, written and read by stages.
+    Writes and reads a run's policy and its optimizer's state.
 
-    Attributes:
-        pipelining ([`~grpo.pipelined_losses.Pipelining`] or `None`):
+    Args:
+        run ([`~run.Run`]):
+            The trainer.
+        trl (`GRPOTrainer`):
+            The same trainer without our overrides.
+        pipelining ([`~pipelined_losses.Pipelining`], *optional*):
             The pipeline of a run that has one.
     """
 
-    pipelining: Pipelining | None
+    def __init__(self, run: Run, trl: GRPOTrainer, pipelining: Pipelining | None = None):
+        self.run, self.trl, self.pipelining = run, trl, pipelining
 
     @property
     def _in_parts(self) -> bool:
@@ -48,48 +54,48 @@ class PipelineCheckpoints(Trainer):
 
     # The policy
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if not self._in_parts:
-            super()._save(output_dir, state_dict)
+            self.trl._save(output_dir, state_dict)
             return
-        output_dir = self.args.output_dir if output_dir is None else output_dir
-        if is_peft_model(self.model):
-            super()._save(output_dir)
+        output_dir = self.run.args.output_dir if output_dir is None else output_dir
+        if is_peft_model(self.run.model):
+            self.trl._save(output_dir)
             self._save_adapters(Path(output_dir))
             return
         if self.pipelining.saves:
-            timeout = float(self.args.ddp_timeout)
+            timeout = float(self.run.args.ddp_timeout)
             save_policy(self.pipelining.stages, output_dir, self.pipelining.host_group, timeout=timeout)
         # What else lies beside the policy.
-        with attributes_set(self.model, save_pretrained=lambda *args, **kwargs: None):
-            super()._save(output_dir)
+        with attributes_set(self.run.model, save_pretrained=lambda *args, **kwargs: None):
+            self.trl._save(output_dir)
 
     def _save_adapters(self, folder: Path) -> None:
-        """Those of all stages, in the place of what PEFT has written of this one's."""
+        """Writes the adapters of all stages over PEFT's own file, which holds this stage's alone."""
         if not self.pipelining.saves:
             return
         from peft import get_peft_model_state_dict
         from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-        for adapter in self.model.peft_config:
-            own = get_peft_model_state_dict(self.model, adapter_name=adapter)
+        for adapter in self.run.model.peft_config:
+            own = get_peft_model_state_dict(self.run.model, adapter_name=adapter)
             own = [(name, tensor.cpu().contiguous()) for name, tensor in own.items()]
             whole = dict(WholeStream(own, self.pipelining.host_group, torch.device("cpu")).stream(own))
-            if self.args.should_save:
+            if self.run.args.should_save:
                 place = folder if adapter == "default" else folder / adapter
                 save_file(whole, place / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+    def load(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if self._reads_anew(resume_from_checkpoint):
             self._read_policy(resume_from_checkpoint)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            self.trl._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_best_model(self) -> None:
-        if self._reads_anew(self.state.best_model_checkpoint):
-            self._read_policy(self.state.best_model_checkpoint)
+    def load_best(self) -> None:
+        if self._reads_anew(self.run.state.best_model_checkpoint):
+            self._read_policy(self.run.state.best_model_checkpoint)
         else:
-            super()._load_best_model()
+            self.trl._load_best_model()
 
     def _reads_anew(self, folder: str) -> bool:
         """
@@ -97,18 +103,18 @@ class PipelineCheckpoints(Trainer):
         model, leaves weights as they are whose names on disk are others than in memory, as those of experts, and warns. That
         is the one thing in which a run with `use_draft=False` is not TRL's.
         """
-        if is_peft_model(self.model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if is_peft_model(self.run.model) or self.run.is_fsdp_enabled or self.run.is_deepspeed_enabled:
             return False
-        return self._in_parts or bool(_names_on_disk(Path(folder)) - base_policy(self.model).state_dict().keys())
+        return self._in_parts or bool(_names_on_disk(Path(folder)) - base_policy(self.run.model).state_dict().keys())
 
     def _read_policy(self, folder: str) -> None:
-        policy = base_policy(self.model)
+        policy = base_policy(self.run.model)
         dtypes = {parameter.dtype for parameter in policy.parameters()}
         # Of several, one that all of them fit into.
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         keep = self.pipelining.parts.cut if self._in_parts else lambda whole: []
-        saved = load_part(type(policy), folder, keep, dtype=dtype)
-        # With the buffers that checkpoints hold, such as what balances experts.
+        saved = load_stage_weights(type(policy), folder, keep, dtype=dtype)
+        # With the buffers that checkpoints hold, such as those that balance experts.
         theirs = saved.state_dict()
         with torch.no_grad():
             for name, own in policy.state_dict().items():
@@ -116,11 +122,11 @@ class PipelineCheckpoints(Trainer):
 
     # The optimizer
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def save_optimizer(self, output_dir: str) -> None:
         # An earlier run into the same folder may have left the other kind of files, which a resume would read.
         if self.pipelining is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-            if self.args.should_save:
+            self.trl._save_optimizer_and_scheduler(output_dir)
+            if self.run.args.should_save:
                 remove_stage_files(output_dir)
             return
         optimizer = self._own_optimizer()
@@ -130,40 +136,48 @@ class PipelineCheckpoints(Trainer):
                 self.pipelining.stages,
                 output_dir,
                 self.pipelining.host_group,
-                timeout=float(self.args.ddp_timeout),
+                timeout=float(self.run.args.ddp_timeout),
             )
-        if self.args.should_save:
+        if self.run.args.should_save:
             (Path(output_dir) / OPTIMIZER_NAME).unlink(missing_ok=True)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            torch.save(self.run.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+    def load_optimizer(self, checkpoint: str | None) -> None:
         if checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            self.trl._load_optimizer_and_scheduler(checkpoint)
             return
         folder = Path(checkpoint)
         staged, whole = has_stage_files(folder), (folder / OPTIMIZER_NAME).is_file()
         if not staged and (self.pipelining is None or not whole):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            self.trl._load_optimizer_and_scheduler(checkpoint)
             return
-        stages = [PolicyStage(base_policy(self.model), 0, 1)] if self.pipelining is None else self.pipelining.stages
+        stages = (
+            [PolicyStage(base_policy(self.run.model), 0, 1)] if self.pipelining is None else self.pipelining.stages
+        )
         optimizer = self._own_optimizer()
         if staged:
             load_optimizer(optimizer, stages, folder)
         else:
             load_whole_optimizer(optimizer, stages, folder / OPTIMIZER_NAME, self._names_in_whole_optimizer())
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True))
+        self.run.lr_scheduler.load_state_dict(
+            torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True)
+        )
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """Without Accelerate's wrapper."""
-        return self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
+        return (
+            self.run.optimizer.optimizer
+            if isinstance(self.run.optimizer, AcceleratedOptimizer)
+            else self.run.optimizer
+        )
 
     def _names_in_whole_optimizer(self) -> list[list[str]]:
         """
         Parameters by group, in the order in which [`~transformers.Trainer`] hands them to a whole policy's optimizer.
         Collective in the pipeline.
         """
-        decayed = set(self.get_decay_parameter_names(self.model))
-        wrapped = {parameter: name for name, parameter in self.model.named_parameters()}
+        decayed = set(self.run.get_decay_parameter_names(self.run.model))
+        wrapped = {parameter: name for name, parameter in self.run.model.named_parameters()}
         own = {
             stage.index: [
                 (name, wrapped[parameter] in decayed)

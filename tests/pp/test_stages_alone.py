@@ -5,8 +5,8 @@ what the server is sent, and what lies in the folder. `test_pp_trainer.py` has t
 
 import pytest
 import torch
+from forked_ranks import parameters_of, started_once
 from group.comparison import assert_close, assert_same_training
-from group.forked_ranks import started_once
 from pp.test_pp_trainer import comparable, gradients_of_all_stages, weights_of
 from pp.trainer_cases import IMPOSSIBLE, SERVED_CASES, TOLERANCE, TOLERANCES
 
@@ -27,17 +27,10 @@ def tolerance_of(name):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What the ranks of a line saw, started when it is first asked for."""
-    return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "parts_worker.py", folder="pp")
+    return started_once(tmp_path_factory, {**DEFAULT_RUNS, **SLOW_RUNS}, "stages_alone_worker.py", folder="pp")
 
 
-PARAMETERS = [
-    pytest.param(line, name, size, marks=marks, id=f"{line}-{name}-{size}")
-    for marks, lines in (((), DEFAULT_RUNS), ((pytest.mark.slow, pytest.mark.timeout(1000)), SLOW_RUNS))
-    for line, (_, sizes, names, _) in lines.items()
-    for name in names
-    for size in sizes
-    if (name, size) not in IMPOSSIBLE
-]
+PARAMETERS = parameters_of(DEFAULT_RUNS, SLOW_RUNS, 1000, IMPOSSIBLE)
 
 
 @pytest.mark.parametrize(("line", "name", "size"), PARAMETERS)

@@ -1,6 +1,7 @@
 """
-Ranks of `test_pp_parts.py`: `python parts_worker.py OUT WORLD_SIZE SIZES CASE...` trains on the rollouts of a (fake) vLLM server
-without a pipeline and with pipelines in which no rank has the whole policy, and saves what ranks and server saw.
+Ranks of `test_stages_alone.py`: `python stages_alone_worker.py OUT WORLD_SIZE SIZES CASE...` trains on the rollouts of
+a (fake) vLLM server without a pipeline and with pipelines in which no rank has the whole policy, and saves what ranks
+and server saw.
 """
 
 import shutil

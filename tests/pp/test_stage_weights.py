@@ -9,10 +9,10 @@ from torch import nn
 from transformers import core_model_loading
 
 from trl_codraft.pp.stages.checkpoint import save_policy
-from trl_codraft.pp.stages.loading import load_part
 from trl_codraft.pp.stages.replica import PolicyReplica
 from trl_codraft.pp.stages.split import PolicyStage, keep_stages
 from trl_codraft.pp.stages.view import StageView
+from trl_codraft.pp.stages.weights import load_stage_weights
 
 
 LAYERS = (1, 2, 1)
@@ -25,7 +25,7 @@ def part_of(policy, folder, stages, embedding=False, **kwargs):
     def keep(whole):
         return keep_stages(whole, LAYERS, stages, embedding=embedding)
 
-    return load_part(type(policy), str(folder), keep, **kwargs)
+    return load_stage_weights(type(policy), str(folder), keep, **kwargs)
 
 
 @pytest.fixture(params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
