@@ -108,7 +108,7 @@ def test_no_modules_import_each_other_in_a_circle():
 @pytest.mark.parametrize(
     ("module", "source", "is_package"),
     [
-        ("trl_codraft.rollout.loop", "from ..grpo.support import base_policy", False),
+        ("trl_codraft.rollout.loop", "from ..grpo.support import refuse_policy", False),
         ("trl_codraft.pp.rows", "from ..cp import layout", False),
         ("trl_codraft.grpo.run", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..trainer import x", False),
         ("trl_codraft.group.header", "def late():\n    import trl_codraft.rollout.loop", False),

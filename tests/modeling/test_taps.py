@@ -8,7 +8,8 @@ import torch
 from tiny import tiny_policy
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from trl_codraft.modeling.taps import TapRecorder, decoder_of
+from trl_codraft.modeling.policy import decoder_of
+from trl_codraft.modeling.taps import TapRecorder
 
 
 IDS = torch.arange(3, 23).view(2, 10)

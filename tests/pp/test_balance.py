@@ -9,7 +9,7 @@ from modeling.draft_cases import draft_case, microbatch
 from tiny import tiny_policy
 from torch.utils.flop_counter import FlopCounterMode
 
-from trl_codraft.modeling.taps import decoder_of
+from trl_codraft.modeling.policy import decoder_of
 from trl_codraft.pp.balance import balance_layers, draft_cost_of, fastest_layers, head_cost_of, step_time
 from trl_codraft.pp.order import schedule_order
 from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArguments

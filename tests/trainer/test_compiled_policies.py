@@ -5,7 +5,7 @@ import torch
 from grpo_runs import codraft_trainer, plain_trainer
 from tiny import tiny_policy
 
-from trl_codraft.grpo.support import base_policy
+from trl_codraft.modeling.policy import base_policy
 from trl_codraft.modeling.taps import TapRecorder, let_compiled_forwards_see_hooks
 
 

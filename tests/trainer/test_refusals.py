@@ -20,7 +20,7 @@ from trl_codraft.grpo.support import (
     refuse_unsupported,
     warn_about_unused_settings,
 )
-from trl_codraft.modeling.taps import decoder_of
+from trl_codraft.modeling.policy import decoder_of
 
 
 @pytest.fixture(autouse=True)

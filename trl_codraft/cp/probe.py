@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.taps import decoder_of
+from ..modeling.policy import decoder_of, other_layer_types
 from .layout import ContextLayout
 from .planner import Segment
 from .routing import RoutedPolicy
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
 INSTEAD = "Set `context_parallel_size=1`."
 
 # First column and last + 1 of two rows of 12 columns, padded on both sides as in a GRPO microbatch.
@@ -45,7 +44,7 @@ def unsupported_by_shards(policy: PreTrainedModel) -> str | None:
     except ValueError:
         return f"{name} is an encoder-decoder model, or its decoder has no list of `layers`. {INSTEAD}"
     # Not every configuration class declares these fields; absent means plain causal attention.
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    kinds = other_layer_types(config)
     if kinds:
         return (
             f"{name} has layers of type {kinds}, which carry a state from token to token or attend by other rules than "

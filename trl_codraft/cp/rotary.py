@@ -11,18 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from ..modeling.taps import decoder_of
-
-
-def rope_types(module: nn.Module) -> set[str]:
-    """Types of rotary embedding that a module computes; empty for other modules."""
-    declared = vars(module).get("rope_type")
-    return set(declared.values()) if isinstance(declared, dict) else {declared} - {None}
-
-
-def follows_length(module: nn.Module) -> bool:
-    """Whether the frequencies of a module depend on the length of the batch."""
-    return any("dynamic" in kind or kind == "longrope" for kind in rope_types(module))
+from ..modeling.policy import decoder_of, follows_length, rope_types
 
 
 def rotary_by_length(policy: nn.Module) -> list[nn.Module]:

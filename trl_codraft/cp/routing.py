@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
-from ..modeling.taps import decoder_of
+from ..modeling.policy import decoder_of
 from .attention import ring_attention
 from .layout import ContextLayout
 from .rotary import decided_by_length, rotary_by_length

@@ -22,8 +22,8 @@ from trl.trainer.utils import get_callable_name
 from ..config import CoDraftGRPOConfig
 from ..group.exchange import require_same
 from ..modeling.configuration_eagle3 import Eagle3DraftConfig
+from ..modeling.policy import base_policy
 from .run import Run
-from .support import base_policy
 
 
 # Settings that steer neither what a rank computes nor which collectives it takes part in, by reason.

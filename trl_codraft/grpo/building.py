@@ -10,7 +10,7 @@ from ..config import TRAINING_SETTINGS, CoDraftGRPOConfig
 from ..modeling.configuration_eagle3 import Eagle3DraftConfig
 from ..modeling.disk.tensors import check_fits_policy, read_draft_config
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
-from ..modeling.taps import decoder_of
+from ..modeling.policy import decoder_of
 from ..training.draft_trainer import DraftTrainingArguments
 
 

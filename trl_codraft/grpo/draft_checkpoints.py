@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
+from ..modeling.policy import base_policy
 from ..rollout.binding import reason_of_generate
 from ..rollout.controller import DraftLengthController, FixedDraftLength
 from ..serving.export import check_repo_id, export_draft, push_draft, score_draft
@@ -19,7 +20,6 @@ from .learner import DraftLearner
 from .prompt_column import held_out_prompts
 from .run import Run
 from .saved_draft import DRAFT_FOLDER, DRAFT_STATE_NAME, SavedDraft, find_draft, read_draft, write_state
-from .support import base_policy
 
 
 logger = logging.get_logger(__name__)

@@ -20,13 +20,12 @@ from ..cp.probe import disagreement_with_plain, unsupported_by_shards
 from ..cp.sharding import ContextSharding
 from ..group.exchange import LossGroup
 from ..group.mesh import RankMesh
-from ..modeling.policy import two_layer_copy
-from ..rollout.support import dropout_reason
+from ..modeling.policy import base_policy, dropout_reason, two_layer_copy
 from .failures import HeldFailures
 from .grouped_losses import GroupedLosses
 from .member_passes import TRAVELLING_TENSORS
 from .run import Run
-from .support import base_policy, unsupported_in_groups
+from .support import unsupported_in_groups
 
 
 INSTEAD = "Set `context_parallel_size=1`."

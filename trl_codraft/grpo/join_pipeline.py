@@ -24,7 +24,7 @@ from ..cp.sharding import ContextSharding
 from ..group.exchange import LossGroup
 from ..group.mesh import PipelineGroups
 from ..modeling.losses import draft_loss
-from ..modeling.taps import decoder_of
+from ..modeling.policy import base_policy, decoder_of
 from ..pp.memory import Holdings, PlanUnavailable, draft_memory, plan_memory
 from ..pp.pipeline import Pipeline
 from ..pp.shape import PipelineShape
@@ -44,7 +44,7 @@ from .pretraining import longest_prompt
 from .run import Run
 from .stage_forwards import StageForwards
 from .stage_weights import StageWeights, layers_of_stages
-from .support import base_policy, unsupported_in_groups
+from .support import unsupported_in_groups
 
 
 logger = logging.get_logger(__name__)

@@ -28,6 +28,7 @@ from ..cp.draft import shard_rows
 from ..cp.sharding import PackedMicrobatch
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
 from ..modeling.packing import pack_rows
+from ..modeling.policy import base_policy
 from ..modeling.taps import TapRecorder, let_compiled_forwards_see_hooks
 from ..modeling.teacher import PolicyHead
 from ..training.draft_trainer import DraftTrainer
@@ -37,7 +38,7 @@ from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_rando
 from .prompt_column import require_prompts
 from .run import Batch, Run
 from .saved_draft import SavedDraft
-from .support import base_policy, is_compiled, refuse_unsupported, warn_about_metrics
+from .support import is_compiled, refuse_unsupported, warn_about_metrics
 
 
 class DraftLearner:

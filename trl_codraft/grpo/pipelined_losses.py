@@ -23,6 +23,7 @@ from ..group.exchange import LossGroup
 from ..group.header import Header, Phase
 from ..group.members import Scores, report_as
 from ..modeling.losses import draft_loss
+from ..modeling.policy import base_policy
 from ..pp.pipeline import Pipeline
 from ..pp.stages.gradients import reduce_gradients
 from ..pp.stages.replica import PolicyReplica
@@ -33,7 +34,6 @@ from .pipeline_microbatches import Job, StepRows
 from .run import Batch, Learner, Run
 from .stage_forwards import StageForwards
 from .stage_weights import StageWeights
-from .support import base_policy
 
 
 class StagedModel(NamedTuple):

@@ -16,6 +16,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from trl import GRPOTrainer
 
 from ..group.members import attributes_set
+from ..modeling.policy import base_policy
 from ..pp.stages.checkpoint import (
     has_stage_files,
     load_optimizer,
@@ -29,7 +30,6 @@ from ..pp.stages.split import PolicyStage
 from ..pp.stages.weights import WholeStream, load_stage_weights
 from .pipelined_losses import Pipelining
 from .run import Run
-from .support import base_policy
 
 
 class PolicyCheckpoints:

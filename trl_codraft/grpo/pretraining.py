@@ -22,10 +22,10 @@ from ..group.members import attributes_set
 from ..modeling.initialization import tap_log_scales
 from ..modeling.losses import draft_loss
 from ..modeling.packing import pack_rows
+from ..modeling.policy import base_policy
 from ..modeling.vocab import choose_draft_vocab
 from ..rollout.trace import RolloutTrace
 from .run import Batch, Learner, Run
-from .support import base_policy
 
 
 MAX_COUNTED_PROMPTS = 2000

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from transformers.utils import logging
 
+from ..modeling.policy import base_policy
 from ..rollout.controller import SpeedReport
 from ..rollout.prompts import refuse_empty_prompts
 from ..rollout.speculative import SpeculativeDecoder
@@ -15,13 +16,7 @@ from ..vllm.generation import DraftVLLMGeneration, stats_of
 from .learner import DraftLearner
 from .pretraining import preserved_random_state
 from .run import Run
-from .support import (
-    GOOD_ACCEPT_LENGTH,
-    base_policy,
-    plain_rollout_reason,
-    refuse_cuda_graphs_elsewhere,
-    warn_about_collapse,
-)
+from .support import GOOD_ACCEPT_LENGTH, plain_rollout_reason, refuse_cuda_graphs_elsewhere, warn_about_collapse
 
 
 logger = logging.get_logger(__name__)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..config import CoDraftGRPOConfig
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
-from ..modeling.taps import decoder_of
+from ..modeling.policy import base_policy, decoder_of
 from ..pp.balance import draft_cost_of, fastest_layers, head_cost_of
 from ..pp.order import schedule_order
 from ..pp.shape import stages_of_layers
@@ -22,7 +22,6 @@ from ..pp.stages.split import keep_stages, require_split
 from ..pp.stages.weights import load_stage_weights
 from .building import config_of_draft
 from .join_context import mesh_of
-from .support import base_policy
 from .trl_patches import create_model_from_path, models_loaded_by
 
 

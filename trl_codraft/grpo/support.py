@@ -5,14 +5,13 @@ import math
 from dataclasses import fields
 
 from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module, is_peft_model
-from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
 from ..config import DRAFT_SOURCE, CoDraftGRPOConfig
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
-from ..modeling.taps import decoder_of, name_of
+from ..modeling.policy import base_policy, decoder_of, name_of
 from ..rollout.binding import reason_of_generate
 from ..rollout.stats import SpeculativeStats
 from ..vllm.generation import plain_vllm_reason
@@ -35,13 +34,6 @@ DRAFT_ONLY_SETTINGS = (
     "tap_channel_slots",
 )
 WITHOUT_DRAFT = "Set `use_draft=False` to train without a draft."
-
-
-def base_policy(model: nn.Module) -> nn.Module:
-    """The causal language model itself, with PEFT adapters injected if there are any, whatever compiles it."""
-    if is_compiled_module(model):
-        model = model._orig_mod
-    return model.get_base_model() if is_peft_model(model) else model
 
 
 def is_compiled(run: Run) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .layers import DraftLinear, DraftRMSNorm
-from .taps import decoder_of
+from .policy import decoder_of
 from .teacher import PolicyHead
 
 

@@ -12,50 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .policy import decoder_of, name_of
+
 
 # Fields that families with several hidden states of each token declare: AltUp, hyper-connections.
 SEVERAL_STATES = ("altup_num_inputs", "hc_mult")
-
-
-class PassThrough(nn.Module):
-    """Stands in a policy where another stage of a pipeline owns a module."""
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden
-
-
-def is_elsewhere(module: nn.Module) -> bool:
-    """Whether another stage of a pipeline owns a module, perhaps one that PEFT has wrapped (`modules_to_save`)."""
-    return any(isinstance(part, PassThrough) for part in module.modules())
-
-
-def name_of(policy: nn.Module) -> str:
-    """A policy's class and model type, as errors name them."""
-    return f"{type(policy).__name__} (model type `{policy.config.model_type}`)"
-
-
-def decoder_of(policy: nn.Module) -> nn.Module:
-    """
-    The decoder stack of a causal language model: the module that owns `.layers` and returns `last_hidden_state`.
-
-    Args:
-        policy ([`~transformers.PreTrainedModel`]):
-            A causal language model, possibly with PEFT adapters injected (pass the base model, not the `PeftModel`).
-
-    Returns:
-        `nn.Module`: the decoder.
-
-    Raises:
-        ValueError: if the model has no decoder with a `ModuleList` called `layers`.
-    """
-    decoder = policy.get_decoder() if hasattr(policy, "get_decoder") else None
-    if policy.config.is_encoder_decoder or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        raise ValueError(
-            f"{name_of(policy)} has no decoder with a list of `layers` whose hidden states a draft could read "
-            "(encoder-decoder models and custom stacks are not supported). Set `use_draft=False` to train it without "
-            "a draft."
-        )
-    return decoder
 
 
 def let_compiled_forwards_see_hooks() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .taps import is_elsewhere, name_of
+from .policy import is_elsewhere, name_of
 
 
 class PolicyHead:

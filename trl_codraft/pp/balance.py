@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..modeling.configuration_eagle3 import experts_per_token
-from ..modeling.taps import decoder_of
+from ..modeling.policy import decoder_of
 from .order import BACKWARD_TIME, FORWARD_TIME, Action, Order, action_ends
 
 

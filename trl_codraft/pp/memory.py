@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..modeling.policy import two_layer_config
-from ..modeling.taps import decoder_of
+from ..modeling.policy import decoder_of, two_layer_config
 from .order import Order
 from .shape import PipelineShape, stages_of_layers
 from .taps.plan import TapPlan

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..cp.rotary import follows_length
+from ..modeling.policy import follows_length
 from ..modeling.taps import TapRecorder
 from . import accept as sampling
 from .cache import PolicyMasks, compaction_order

@@ -9,16 +9,15 @@ roll out plainly then, and say so; `speculative_generate` raises, because silent
 import inspect
 import sys
 
-from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.cache_utils import StaticCache
 
+from ..modeling.policy import dropout_reason, other_layer_types
 from .criteria import unsupported_criterion
 from .processors import unsupported_processor
 
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 # Settings of `GenerationConfig` that the loop does not have, and why.
 UNSUPPORTED_SETTINGS = {
     "guidance_scale": "classifier-free guidance keeps state between calls",
@@ -149,7 +148,7 @@ def _architecture_reason(policy: PreTrainedModel) -> str | None:
     config = policy.config.get_text_config()
     if policy.config.is_encoder_decoder:
         return f"{type(policy).__name__} is an encoder-decoder model; only decoder-only policies have a draft."
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    kinds = other_layer_types(config)
     if kinds:
         return (
             f"{type(policy).__name__} has layers of type {kinds}, whose cache cannot roll back rejected tokens (linear "
@@ -194,25 +193,5 @@ def _attention_reason(policy: PreTrainedModel) -> str | None:
         return (
             f"attention implementation {implementation!r} cannot take the 4D mask that rows of different lengths need. "
             "Set `attn_implementation='sdpa'` in `model_init_kwargs` to speculate."
-        )
-    return None
-
-
-def dropout_reason(policy: PreTrainedModel, training: bool) -> str | None:
-    """Which dropout makes the policy's forwards random, and what to set instead; `None` if nothing does."""
-    if not training:
-        return None
-    active = next(
-        (name for name, module in policy.named_modules() if isinstance(module, nn.Dropout) and module.p), None
-    )
-    if active is not None:
-        return (
-            f"dropout is active in training mode (`{active}`), so the policy has no fixed distribution to verify "
-            "against. Set `disable_dropout=True`."
-        )
-    if getattr(policy.config.get_text_config(), "attention_dropout", 0.0):
-        return (
-            "attention dropout is active in training mode, so the policy has no fixed distribution to verify against. "
-            "Set `attention_dropout=0.0` in the model's configuration (`disable_dropout=True` does not reach it)."
         )
     return None

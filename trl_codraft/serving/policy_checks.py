@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..modeling.disk.tensors import canonical_name, check_embedding
-from ..modeling.taps import is_elsewhere
+from ..modeling.policy import is_elsewhere
 
 
 NOTE = "note: "

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..configuration_eagle3 import Eagle3DraftConfig
 from ..naming import few, sentences
-from ..taps import is_elsewhere
+from ..policy import is_elsewhere
 from .config import config_from_disk, config_to_disk, layer_section, logit_scale_from_disk
 from .folder import CONFIG_NAME, read_config, read_tensors, resolve_folder, tensor_names, write_folder
 

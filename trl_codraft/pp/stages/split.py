@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...modeling.policy import SMALL_VOCABULARY, two_layer_copy
-from ...modeling.taps import PassThrough, decoder_of
+from ...modeling.policy import SMALL_VOCABULARY, PassThrough, decoder_of, two_layer_copy
 from ..shape import stages_of_layers
 
 

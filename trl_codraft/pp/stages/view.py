@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...modeling.taps import PassThrough, decoder_of
+from ...modeling.policy import PassThrough, decoder_of
 from ..shape import stages_of_layers
 from .split import PolicyStage, require_split
 
