@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch.nn import functional as F
 
 from trl_codraft.cp import ContextLayout, ring_attention
-from trl_codraft.cp.attention import gather_trunk
+from trl_codraft.cp.gathered import gather_trunk
 
 
 ARMS = ("ring", "gather_once", "gather")

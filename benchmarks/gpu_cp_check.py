@@ -22,10 +22,11 @@ import time
 
 import torch
 
+from trl_codraft.cp.gathered import GatheredTrunk, TrunkStore
 from trl_codraft.cp.kernels import choose_shard_kernel
 from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.cp.planner import plan_document
-from trl_codraft.cp.trunk import GatheredTrunk, TrunkStore, travelling_block
+from trl_codraft.cp.ring import travelling_block
 from trl_codraft.modeling.documents import Documents, Mask
 from trl_codraft.modeling.flash_operators import installed_flash
 

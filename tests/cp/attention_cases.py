@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trl_codraft.cp import ContextLayout, ring_attention
-from trl_codraft.cp.attention import gather_trunk
+from trl_codraft.cp.gathered import gather_trunk
 from trl_codraft.cp.planner import Segment, plan_document, plan_hybrid
 from trl_codraft.modeling.packing import PackedLayout
 

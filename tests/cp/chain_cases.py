@@ -9,7 +9,7 @@ from cp.groups import WireBytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_codraft.cp import ContextLayout, ring_attention
-from trl_codraft.cp.attention import gather_trunk
+from trl_codraft.cp.gathered import gather_trunk
 
 
 LENGTH, NUM_HEADS, NUM_KV_HEADS, DIM = 240, 4, 2, 8

@@ -8,7 +8,7 @@ from cp.attention_cases import MIXED, Case, assemble, attend, dense
 from cp.draft_shard_cases import DraftCase, on_shard, whole
 from cp.threads import run_in_threads
 
-from trl_codraft.cp import attention, draft, layout, ring, trunk
+from trl_codraft.cp import draft, gathered, layout, messages, ring
 from trl_codraft.modeling import attention as branch_attention
 from trl_codraft.modeling import branch
 
@@ -40,13 +40,13 @@ def log_sum_exp_of_the_trunk_alone(patch):
 
 
 def gradients_that_stay_away(patch):
-    for module in (attention, trunk):
+    for module in (gathered, ring):
         patch.setattr(module, "add_home", lambda *arguments: None)
 
 
 def gradients_of_the_last_rank_alone(patch):
     """Of what several ranks find for a block, only the last hop's part comes home."""
-    original = ring.Ring.send_home
+    original = messages.Ring.send_home
 
     def send_home(self, parts):
         hop = self._hop
@@ -62,7 +62,7 @@ def gradients_of_the_last_rank_alone(patch):
         self._hop = forgetful
         return original(self, parts)
 
-    patch.setattr(ring.Ring, "send_home", send_home)
+    patch.setattr(messages.Ring, "send_home", send_home)
 
 
 def window_short_by_one_at_segment_borders(patch):
@@ -70,7 +70,7 @@ def window_short_by_one_at_segment_borders(patch):
 
 
 def keys_of_the_first_visitor_in_every_step(patch):
-    original = trunk.RingTrunk._visits
+    original = ring.RingTrunk._visits
 
     def visits(self, k, v):
         blocks = [(source, block.clone()) for source, block in original(self, k, v)]
@@ -78,11 +78,11 @@ def keys_of_the_first_visitor_in_every_step(patch):
         for source, block in blocks:
             yield source, torch.cat([first, first])[: block.numel()]
 
-    patch.setattr(trunk.RingTrunk, "_visits", visits)
+    patch.setattr(ring.RingTrunk, "_visits", visits)
 
 
 def unweighted_merge(patch):
-    patch.setattr(trunk, "merge_partials", lambda a, lse_a, b, lse_b: ((a + b) / 2, torch.logaddexp(lse_a, lse_b)))
+    patch.setattr(ring, "merge_partials", lambda a, lse_a, b, lse_b: ((a + b) / 2, torch.logaddexp(lse_a, lse_b)))
 
 
 @pytest.mark.parametrize(

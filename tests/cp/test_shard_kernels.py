@@ -6,7 +6,7 @@ from modeling.packed_flash import OPERATORS
 from modeling.reference import dense_attention
 
 from trl_codraft.cp import ContextLayout, ring_attention
-from trl_codraft.cp.attention import gather_trunk
+from trl_codraft.cp.gathered import gather_trunk
 from trl_codraft.cp.kernels import ChunkedWindowKernel, CudaWindowKernel, PaddedKernel, choose_shard_kernel
 from trl_codraft.modeling.attention_kernels import ChunkedKernel, CpuFlashKernel
 from trl_codraft.modeling.documents import Documents, Mask

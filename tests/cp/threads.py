@@ -4,7 +4,7 @@ import queue
 import threading
 from itertools import product
 
-from trl_codraft.cp import ring
+from trl_codraft.cp import messages
 
 
 class _Arrivals:
@@ -34,7 +34,7 @@ def run_in_threads(monkeypatch, work, size):
         except Exception as error:
             errors.append(error)
 
-    monkeypatch.setattr(ring, "post", post)
+    monkeypatch.setattr(messages, "post", post)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()

@@ -15,67 +15,11 @@ import torch
 
 from ..modeling.attention import MergedAttention
 from ..modeling.attention_kernels import AttentionKernel
+from .gathered import GatheredKeys, GatheredTrunk
 from .kernels import choose_shard_kernel
 from .layout import ContextLayout
-from .trunk import GatheredTrunk, RingTrunk, TrunkShape, TrunkStore, WindowTrunk, add_home, make_ring, travelling_block
-
-
-class GatheredKeys:
-    """
-    Trunk keys and values of the whole group, gathered once; see [`gather_trunk`].
-
-    Attributes:
-        store ([`~trunk.TrunkStore`]): the blocks and the gradients so far.
-        token (`torch.Tensor`): ties every pass that uses the trunk to the gathering in the autograd graph, so that the
-            gradients go home after the last of them.
-    """
-
-    def __init__(self, store: TrunkStore, token: torch.Tensor):
-        self.store, self.token = store, token
-
-
-def gather_trunk(k: torch.Tensor, v: torch.Tensor, layout: ContextLayout) -> GatheredKeys:
-    """
-    Gathers the trunk's keys and values of all ranks, for several calls of [`ring_attention`] with the same trunk. What
-    is sent no longer depends on the number of passes: keys and values once here, their gradients once in the backward,
-    summed in float32. In exchange each rank holds the travelling rows of the whole group.
-
-    Args:
-        k (`torch.Tensor` of shape `(T, Hkv, D)`), v (`torch.Tensor` of shape `(T, Hkv, Dv)`):
-            Trunk keys and values of this rank.
-        layout ([`ContextLayout`]):
-            Who has which rows.
-
-    Returns:
-        [`GatheredKeys`]: for the argument `trunk` of [`ring_attention`].
-    """
-    shape = TrunkShape.of(k, v)
-    with torch.no_grad():
-        blocks = list(make_ring(layout, shape).visits(travelling_block(layout, k, v)))
-    store = TrunkStore(k.detach(), v.detach(), blocks)
-    return GatheredKeys(store, _GatherTrunk.apply(k, v, layout, store))
-
-
-class _GatherTrunk(torch.autograd.Function):
-    """The end of the gathered trunk's way back: sends home what all passes have added to the store."""
-
-    @staticmethod
-    def forward(ctx, k, v, layout, store):
-        ctx.layout, ctx.store = layout, store
-        return k.new_zeros(())
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, _):
-        layout, store = ctx.layout, ctx.store
-        if store.grads is None:
-            return torch.zeros_like(store.k), torch.zeros_like(store.v), None, None
-        *parts, dk, dv = store.grads
-        store.grads = None
-        shape = TrunkShape.of(store.k, store.v)
-        if layout.cp_size > 1:
-            add_home(layout, make_ring(layout, shape).send_home(iter(parts)), shape, dk, dv)
-        return dk.to(store.k.dtype), dv.to(store.v.dtype), None, None
+from .ring import RingTrunk
+from .window import WindowTrunk
 
 
 def ring_attention(
@@ -121,7 +65,7 @@ def ring_attention(
         scale (`float`, *optional*, defaults to `D ** -0.5`):
             Factor on the scores.
         trunk ([`GatheredKeys`], *optional*):
-            [`gather_trunk`] of the same `k` and `v`; nothing travels then.
+            [`~gathered.gather_trunk`] of the same `k` and `v`; nothing travels then.
         kernel ([`AttentionKernel`], *optional*):
             Computes blocks; chosen by device, dtype and window if not given. With a window it must apply it.
 

@@ -18,7 +18,8 @@ from ..modeling.losses import DraftLoss, LossRows, LossSettings, loss_over_rows
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
 from ..modeling.packing import first_roots
 from ..modeling.teacher import PolicyHead
-from .attention import GatheredKeys, gather_trunk, ring_attention
+from .attention import ring_attention
+from .gathered import GatheredKeys, gather_trunk
 from .layout import ContextLayout
 from .planner import Segment
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..modeling.documents import Documents
+from .messages import RowExchange, gather_rows
 from .planner import BALANCE_LENGTH, Segment, Shards, plan_document, plan_hybrid
-from .ring import RowExchange, gather_rows
 
 
 @dataclass(frozen=True)
