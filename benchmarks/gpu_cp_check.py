@@ -27,8 +27,8 @@ from trl_codraft.cp.kernels import choose_shard_kernel
 from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.cp.planner import plan_document
 from trl_codraft.cp.ring import travelling_block
-from trl_codraft.modeling.documents import Documents, Mask
 from trl_codraft.modeling.flash_operators import installed_flash
+from trl_codraft.modeling.kernel_call import Attended, Documents, Mask
 
 
 # Query and key rows per document; the last three queries of the first see keys that others do not.
@@ -102,7 +102,7 @@ def kernel_errors(q, k, v, dout, q_lens, k_lens, causal, window):
     kernel = choose_shard_kernel(q, v, None if window is None else window - 1)
     documents, mask = Documents(q_lens, k_lens), Mask(**settings)
     out, lse = kernel.forward(q, k, v, documents, mask)
-    ours = out, lse, *kernel.backward(dout, q, k, v, out, lse, documents, mask)
+    ours = out, lse, *kernel.backward(dout, q, k, v, Attended(out, lse), documents, mask)
     theirs = dense(q, k, v, dout, q_lens, k_lens, window=window, **settings)
     names = ("out", "lse", "dq", "dk", "dv")
     return {name: relative_error(one, other) for name, one, other in zip(names, ours, theirs, strict=True)}
@@ -148,7 +148,7 @@ class EmulatedRank:
         self.store.grads = None
         out, lse = self.trunk.forward(self.q, self.k, self.v)
         out = out.to(self.q.dtype)
-        dq, _, _ = self.trunk.backward(self.dout, self.q, self.k, self.v, out, lse, True)
+        dq, _, _ = self.trunk.backward(self.dout, self.q, self.k, self.v, Attended(out, lse), True)
         return out, dq, self.store.grads
 
 
@@ -206,7 +206,7 @@ def check_rings(arguments):
 
         def whole(q=q, k=k, v=v, dout=dout, kernel=kernel, call=call):
             out, lse = kernel.forward(q, k, v, *call)
-            return out, *kernel.backward(dout, q, k, v, out, lse, *call)
+            return out, *kernel.backward(dout, q, k, v, Attended(out, lse), *call)
 
         reference, whole_seconds = whole(), seconds(whole, arguments.repeats, device)
         for size in arguments.ranks:

@@ -9,8 +9,8 @@ from trl_codraft.cp import ContextLayout, ring_attention
 from trl_codraft.cp.gathered import gather_trunk
 from trl_codraft.cp.kernels import ChunkedWindowKernel, CudaWindowKernel, PaddedKernel, choose_shard_kernel
 from trl_codraft.modeling.attention_kernels import ChunkedKernel, CpuFlashKernel
-from trl_codraft.modeling.documents import Documents, Mask
 from trl_codraft.modeling.flash_operators import TorchFlash
+from trl_codraft.modeling.kernel_call import Attended, Documents, Mask
 
 
 def rows(*shape, seed=0, dtype=torch.float64):
@@ -35,7 +35,7 @@ def test_window_kernel_equals_a_banded_dense_softmax(left, max_scores):
 
     kernel = ChunkedWindowKernel(left, max_scores)
     out, lse = kernel.forward(q, k, v, Documents(q_lens, k_lens), Mask(causal=True, scale=0.3))
-    grads = kernel.backward(dout, q, k, v, out, lse, Documents(q_lens, k_lens), Mask(causal=True, scale=0.3))
+    grads = kernel.backward(dout, q, k, v, Attended(out, lse), Documents(q_lens, k_lens), Mask(causal=True, scale=0.3))
     torch.testing.assert_close(out, expected.detach(), atol=1e-13, rtol=1e-13)
     for ours, theirs in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
@@ -67,7 +67,7 @@ def test_cuda_window_calls_mean_what_the_chunked_kernel_computes(monkeypatch, le
     results = []
     for each in (kernel, expected):
         out, lse = each.forward(q, k, v, *call)
-        results.append((out, lse, *each.backward(dout, q, k, v, out, lse, *call)))
+        results.append((out, lse, *each.backward(dout, q, k, v, Attended(out, lse), *call)))
     assert calls == [True]
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
@@ -78,7 +78,7 @@ def test_cuda_window_calls_fit_the_operators_of_this_torch():
     kernel, call = CudaWindowKernel(3, TorchFlash()), (Documents([4, 3], [4, 3]), Mask(causal=True, scale=0.3))
     out, lse = kernel.forward(q, k, k, *call)
     assert (out.shape, lse.shape) == ((7, 4, 6), (7, 4))
-    grads = kernel.backward(out, q, k, k, out, lse, *call)
+    grads = kernel.backward(out, q, k, k, Attended(out, lse), *call)
     assert [grad.shape for grad in grads] == [(7, 4, 6), (7, 2, 6), (7, 2, 6)]
 
 

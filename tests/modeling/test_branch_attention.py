@@ -14,8 +14,8 @@ from trl_codraft.modeling.attention_kernels import (
     choose_kernel,
     merge_partials,
 )
-from trl_codraft.modeling.documents import Documents, Mask
 from trl_codraft.modeling.flash_operators import FlashAttention2, TorchFlash, installed_flash
+from trl_codraft.modeling.kernel_call import Attended, Documents, Mask
 from trl_codraft.modeling.packing import PackedLayout
 
 
@@ -160,12 +160,12 @@ def test_kernels_with_further_keys_of_the_caller(kernel, q_lens, k_lens, causal)
         there = ChunkedKernel().forward(
             q, other_k, other_v, Documents([num_queries], [5]), Mask(causal=False, scale=0.3)
         )
-        out, lse = merge_partials(*here, *there)
-        grads = kernel.backward(dout, q, k, v, out, lse, *call)
+        attended = merge_partials(here, there)
+        grads = kernel.backward(dout, q, k, v, attended, *call)
         rest = ChunkedKernel().backward(
-            dout, q, other_k, other_v, out, lse, Documents([num_queries], [5]), Mask(causal=False, scale=0.3)
+            dout, q, other_k, other_v, attended, Documents([num_queries], [5]), Mask(causal=False, scale=0.3)
         )
-    torch.testing.assert_close(out, expected, atol=1e-13, rtol=1e-13)
+    torch.testing.assert_close(attended.out, expected, atol=1e-13, rtol=1e-13)
     torch.testing.assert_close(grads[0] + rest[0], expected_grads[0], atol=1e-13, rtol=1e-13)
     for ours, theirs in zip((*grads[1:], *rest[1:]), expected_grads[1:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=1e-13)
@@ -183,7 +183,7 @@ def test_merge_survives_extreme_log_sum_exps():
     out_a, out_b = torch.full((4, 1, 2), 1.0), torch.full((4, 1, 2), 3.0)
     lse_a = torch.tensor([[1e3], [-1e3], [-torch.inf], [-torch.inf]])
     lse_b = torch.tensor([[0.0], [0.0], [5.0], [-torch.inf]])
-    out, lse = merge_partials(out_a, lse_a, out_b, lse_b)
+    out, lse = merge_partials(Attended(out_a, lse_a), Attended(out_b, lse_b))
     assert torch.equal(out[:, 0, 0], torch.tensor([1.0, 3.0, 3.0, 0.0]))
     assert torch.equal(lse[:, 0], torch.tensor([1e3, 0.0, 5.0, -torch.inf]))
 
@@ -240,10 +240,10 @@ def test_a_lone_block_is_handed_on_as_the_kernel_left_it():
     kernel, call = CpuFlashKernel(), (Documents([256], [256]), Mask(causal=True, scale=0.3))
     with BytesMade() as block:
         expected = kernel._block_forward(q, k, v, *call)
-        expected += kernel._block_backward(expected[0], q, k, v, *expected, *call)
+        expected += kernel._block_backward(expected.out, q, k, v, expected, *call)
     with BytesMade() as whole:
         out, lse = kernel.forward(q, k, v, *call)
-        grads = kernel.backward(out, q, k, v, out, lse, *call)
+        grads = kernel.backward(out, q, k, v, Attended(out, lse), *call)
     assert whole.bytes == block.bytes
     assert all(torch.equal(ours, theirs) for ours, theirs in zip((out, lse, *grads), expected, strict=True))
 
@@ -288,7 +288,7 @@ def test_cuda_flash_calls_fit_the_operators_of_this_torch():
     call = Documents([4, 3], [4, 3]), Mask(causal=True, scale=0.3)
     out, lse = CudaFlashKernel(TorchFlash())._block_forward(q, k, k, *call)
     assert (out.shape, lse.shape) == ((7, 4, 6), (7, 4))
-    grads = CudaFlashKernel(TorchFlash())._block_backward(out, q, k, k, out, lse, *call)
+    grads = CudaFlashKernel(TorchFlash())._block_backward(out, q, k, k, Attended(out, lse), *call)
     assert [grad.shape for grad in grads] == [(7, 4, 6), (7, 2, 6), (7, 2, 6)]
 
 

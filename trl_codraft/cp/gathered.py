@@ -4,13 +4,16 @@ The trunk of a sharded pack gathered once, for several passes: the blocks that a
 Shapes: `T` rows of this rank, `Hkv` key-value heads, `D` / `Dv` head dims of keys and values.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..modeling.attention_kernels import AttentionKernel
+from ..modeling.kernel_call import Gradients
 from .layout import ContextLayout
-from .ring import RingTrunk, TrunkShape, add_home, make_ring, travelling_block
+from .ring import RingTrunk, TrunkShape, Visits, add_home, make_ring, travelling_block
 
 
 @dataclass
@@ -25,10 +28,10 @@ class TrunkStore:
             dtype.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    blocks: list[tuple[int, torch.Tensor]]
-    grads: list[torch.Tensor] | None = None
+    k: Tensor
+    v: Tensor
+    blocks: list[tuple[int, Tensor]]
+    grads: list[Tensor] | None = None
 
 
 class GatheredTrunk(RingTrunk):
@@ -47,10 +50,10 @@ class GatheredTrunk(RingTrunk):
         super().__init__(layout, kernel, num_pass, scale)
         self.store = store
 
-    def _visits(self, k, v):
+    def _visits(self, k: Tensor, v: Tensor) -> Visits:
         return iter(self.store.blocks)
 
-    def _collect(self, parts, shape, dk, dv):
+    def _collect(self, parts: Iterator[Tensor], shape: TrunkShape, dk: Tensor, dv: Tensor) -> None:
         grads = [*parts, dk, dv]
         if self.store.grads is None:
             self.store.grads = grads
@@ -58,7 +61,7 @@ class GatheredTrunk(RingTrunk):
             for total, grad in zip(self.store.grads, grads, strict=True):
                 total += grad
 
-    def _trunk_gradients(self, dq, dk, dv):
+    def _trunk_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
         return dq, None, None
 
 
@@ -72,11 +75,11 @@ class GatheredKeys:
             gradients go home after the last of them.
     """
 
-    def __init__(self, store: TrunkStore, token: torch.Tensor):
+    def __init__(self, store: TrunkStore, token: Tensor):
         self.store, self.token = store, token
 
 
-def gather_trunk(k: torch.Tensor, v: torch.Tensor, layout: ContextLayout) -> GatheredKeys:
+def gather_trunk(k: Tensor, v: Tensor, layout: ContextLayout) -> GatheredKeys:
     """
     Gathers the trunk's keys and values of all ranks, for several calls of [`ring_attention`] with the same trunk. What
     is sent no longer depends on the number of passes: keys and values once here, their gradients once in the backward,
@@ -102,13 +105,13 @@ class _GatherTrunk(torch.autograd.Function):
     """The end of the gathered trunk's way back: sends home what all passes have added to the store."""
 
     @staticmethod
-    def forward(ctx, k, v, layout, store):
+    def forward(ctx, k: Tensor, v: Tensor, layout: ContextLayout, store: TrunkStore) -> Tensor:
         ctx.layout, ctx.store = layout, store
         return k.new_zeros(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _):
+    def backward(ctx, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
         layout, store = ctx.layout, ctx.store
         if store.grads is None:
             return torch.zeros_like(store.k), torch.zeros_like(store.v), None, None

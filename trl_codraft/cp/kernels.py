@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..modeling.attention_kernels import (
@@ -18,8 +19,10 @@ from ..modeling.attention_kernels import (
     accumulation_dtype,
     choose_kernel,
     group_heads,
+    nothing_seen,
 )
-from ..modeling.flash_operators import PackedFlash, flash_backward, flash_forward
+from ..modeling.flash_operators import PackedFlash
+from ..modeling.kernel_call import Attended, Documents, Gradients, Mask
 
 
 class ChunkedWindowKernel(ChunkedKernel):
@@ -38,7 +41,7 @@ class ChunkedWindowKernel(ChunkedKernel):
         super().__init__(max_scores)
         self.left = left
 
-    def _chunks(self, q, k, documents, mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    def _chunks(self, q: Tensor, k: Tensor, documents: Documents, mask: Mask) -> Iterator[tuple[slice, slice, Tensor]]:
         wide = accumulation_dtype(q.dtype)
         for queries, keys in documents.slices():
             num_keys = keys.stop - keys.start
@@ -73,17 +76,19 @@ class CudaWindowKernel(CudaFlashKernel):
         super().__init__(operator)
         self.left = left
 
-    def forward(self, q, k, v, documents, mask):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         """See [`AttentionKernel`]."""
         if not documents.q_lens:
-            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        return flash_forward(self.operator, q, k, v, documents, replace(mask, window=self.left))
+            return nothing_seen(q, v)
+        return super()._block_forward(q, k, v, documents, replace(mask, window=self.left))
 
-    def backward(self, dout, q, k, v, out, lse, documents, mask):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         """See [`AttentionKernel`]."""
         if not documents.q_lens:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return flash_backward(self.operator, dout, q, k, v, out, lse, documents, replace(mask, window=self.left))
+        return super()._block_backward(dout, q, k, v, attended, documents, replace(mask, window=self.left))
 
 
 class PaddedKernel:
@@ -99,22 +104,25 @@ class PaddedKernel:
     def __init__(self, kernel: AttentionKernel):
         self.kernel = kernel
 
-    def forward(self, q, k, v, documents, mask):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         """See [`AttentionKernel`]."""
         width = max(q.shape[-1], v.shape[-1])
         padded = (_widen(tensor, width) for tensor in (q, k, v))
         out, lse = self.kernel.forward(*padded, documents, mask)
-        return out[..., : v.shape[-1]], lse
+        return Attended(out[..., : v.shape[-1]], lse)
 
-    def backward(self, dout, q, k, v, out, lse, documents, mask):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         """See [`AttentionKernel`]."""
         width = max(q.shape[-1], v.shape[-1])
-        padded = (_widen(tensor, width) for tensor in (dout, q, k, v, out))
-        grads = self.kernel.backward(*padded, lse, documents, mask)
+        padded = (_widen(tensor, width) for tensor in (dout, q, k, v))
+        attended = Attended(_widen(attended.out, width), attended.lse)
+        grads = self.kernel.backward(*padded, attended, documents, mask)
         return tuple(grad[..., : like.shape[-1]] for grad, like in zip(grads, (q, k, v), strict=True))
 
 
-def choose_shard_kernel(q: torch.Tensor, v: torch.Tensor, window_left: int | None = None) -> AttentionKernel:
+def choose_shard_kernel(q: Tensor, v: Tensor, window_left: int | None = None) -> AttentionKernel:
     """
     The kernel for a shard's trunk.
 
@@ -134,6 +142,6 @@ def choose_shard_kernel(q: torch.Tensor, v: torch.Tensor, window_left: int | Non
     return kernel if q.shape[-1] == v.shape[-1] else PaddedKernel(kernel)
 
 
-def _widen(tensor: torch.Tensor, width: int) -> torch.Tensor:
+def _widen(tensor: Tensor, width: int) -> Tensor:
     """Zeros up to a head dim of `width`."""
     return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from ..modeling.documents import Documents
+from ..modeling.kernel_call import Documents
 from .messages import RowExchange, gather_rows
 from .planner import BALANCE_LENGTH, Segment, Shards, plan_document, plan_hybrid
 

@@ -15,11 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..modeling.attention_kernels import AttentionKernel, accumulation_dtype, merge_partials
-from ..modeling.documents import Documents, Mask
+from ..modeling.kernel_call import Attended, Documents, Gradients, Mask
 from .layout import ContextLayout
 from .messages import Ring
+
+
+# Source rank and its flat block, in the order in which a ring visits.
+Visits = Iterator[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class TrunkShape:
     value_dim: int
 
     @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor) -> "TrunkShape":
+    def of(cls, k: Tensor, v: Tensor) -> "TrunkShape":
         """From `(T, Hkv, D)` keys and `(T, Hkv, Dv)` values."""
         return cls(k.shape[1], k.shape[2], v.shape[2])
 
@@ -39,7 +44,7 @@ class TrunkShape:
     def row_size(self) -> int:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
-    def views(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a flat block, as views of it."""
         num_rows = block.numel() // self.row_size
         keys, values = block.split(
@@ -51,7 +56,7 @@ class TrunkShape:
         )
 
 
-def travelling_block(layout: ContextLayout, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def travelling_block(layout: ContextLayout, k: Tensor, v: Tensor) -> Tensor:
     """The rows of this rank that others may need, keys then values, flat."""
     num_rows = layout.split_rows[layout.rank]
     return torch.cat([k[:num_rows].flatten(), v[:num_rows].flatten()])
@@ -81,34 +86,35 @@ class RingTrunk:
     def __init__(self, layout: ContextLayout, kernel: AttentionKernel, num_pass: int, scale: float):
         self.layout, self.kernel, self.num_pass, self.scale = layout, kernel, num_pass, scale
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(Ts, Hq, Dv)` output and `(Ts, Hq)` log-sum-exp in the accumulation dtype."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        """Attention of the rows of the pass, in the accumulation dtype."""
         wide = accumulation_dtype(q.dtype)
         documents, shape = Documents(*self.layout.local_lens(self.num_pass)), TrunkShape.of(k, v)
         visits = self._visits(k, v)
         out, lse = self.kernel.forward(q, k, v, documents, Mask(causal=True, scale=self.scale))
-        out = out.to(wide)
+        attended = Attended(out.to(wide), lse)
         for source, visitor in visits:
             block = self.layout.remote_block(source, self.num_pass)
             if block is None:
                 continue
             keys, values = (tensor[block.k_rows] for tensor in shape.views(visitor))
-            part, part_lse = self.kernel.forward(
-                q[block.q_rows], keys, values, block.documents, Mask(causal=False, scale=self.scale)
-            )
-            out[block.q_rows], lse[block.q_rows] = merge_partials(out[block.q_rows], lse[block.q_rows], part, part_lse)
-        return out, lse
+            rows, mask = block.q_rows, Mask(causal=False, scale=self.scale)
+            part = self.kernel.forward(q[rows], keys, values, block.documents, mask)
+            attended.out[rows], attended.lse[rows] = merge_partials(attended.at(rows), part)
+        return attended
 
-    def backward(self, dout, q, k, v, out, lse, need_trunk: bool):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, need_trunk: bool
+    ) -> Gradients:
         """
         Gradients of `q`, `k`, `v` in the accumulation dtype. With `need_trunk=False` those of `k` and `v` are `None`
         and nothing travels home; it must be the same on all ranks.
         """
         documents, shape = Documents(*self.layout.local_lens(self.num_pass)), TrunkShape.of(k, v)
         visits = self._visits(k, v)
-        grads = self.kernel.backward(dout, q, k, v, out, lse, documents, Mask(causal=True, scale=self.scale))
-        dq, dk, dv = (grad.to(lse.dtype) for grad in grads)
-        parts = self._block_gradients(visits, shape, dout, q, out, lse, dq)
+        grads = self.kernel.backward(dout, q, k, v, attended, documents, Mask(causal=True, scale=self.scale))
+        dq, dk, dv = (grad.to(attended.lse.dtype) for grad in grads)
+        parts = self._block_gradients(visits, shape, dout, q, attended, dq)
         if need_trunk:
             self._collect(parts, shape, dk, dv)
             return self._trunk_gradients(dq, dk, dv)
@@ -116,44 +122,47 @@ class RingTrunk:
             pass
         return dq, None, None
 
-    def _visits(self, k, v) -> Iterator[tuple[int, torch.Tensor]]:
+    def _visits(self, k: Tensor, v: Tensor) -> Visits:
         """Blocks of the other ranks, the first of them under way."""
         return make_ring(self.layout, TrunkShape.of(k, v)).visits(travelling_block(self.layout, k, v))
 
-    def _block_gradients(self, visits, shape: TrunkShape, dout, q, out, lse, dq) -> Iterator[torch.Tensor]:
-        """For each visiting block its gradient, flat; adds to `dq` on the way."""
+    def _block_gradients(
+        self, visits: Visits, shape: TrunkShape, dout: Tensor, q: Tensor, attended: Attended, dq: Tensor
+    ) -> Iterator[Tensor]:
+        """Yields the gradient of each visiting block, flat, and adds to `dq` on the way."""
         for source, visitor in visits:
-            grads = torch.zeros_like(visitor, dtype=lse.dtype)
+            grads = torch.zeros_like(visitor, dtype=dq.dtype)
             block = self.layout.remote_block(source, self.num_pass)
             if block is not None:
                 rows = block.q_rows
                 keys, values = (tensor[block.k_rows] for tensor in shape.views(visitor))
+                mask = Mask(causal=False, scale=self.scale)
                 part_q, *part_kv = self.kernel.backward(
-                    dout[rows], q[rows], keys, values, out[rows], lse[rows],
-                    block.documents, Mask(causal=False, scale=self.scale),
-                )  # fmt: skip
+                    dout[rows], q[rows], keys, values, attended.at(rows), block.documents, mask
+                )
                 dq[rows] += part_q
                 for total, part in zip(shape.views(grads), part_kv, strict=True):
                     _add_rows(total, block.k_rows, part)
             yield grads
 
-    def _collect(self, parts: Iterator[torch.Tensor], shape: TrunkShape, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def _collect(self, parts: Iterator[Tensor], shape: TrunkShape, dk: Tensor, dv: Tensor) -> None:
         """Sends the gradients of visiting blocks home and adds what comes home to `dk` and `dv`."""
         if self.layout.cp_size > 1:
             add_home(self.layout, make_ring(self.layout, shape).send_home(parts), shape, dk, dv)
 
-    def _trunk_gradients(self, dq, dk, dv):
+    def _trunk_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
+        """Returns what the backward gives for this rank's rows."""
         return dq, dk, dv
 
 
-def add_home(layout: ContextLayout, home: torch.Tensor, shape: TrunkShape, dk: torch.Tensor, dv: torch.Tensor) -> None:
+def add_home(layout: ContextLayout, home: Tensor, shape: TrunkShape, dk: Tensor, dv: Tensor) -> None:
     """Adds a flat block of gradients to those of this rank's rows."""
     num_rows = layout.split_rows[layout.rank]
     for total, part in zip((dk, dv), shape.views(home), strict=True):
         total[:num_rows] += part
 
 
-def _add_rows(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
+def _add_rows(total: Tensor, rows: slice | Tensor, part: Tensor) -> None:
     """`total[rows] += part`, also where an index occurs twice."""
     if isinstance(rows, slice):
         total[rows] += part

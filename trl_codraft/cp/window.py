@@ -6,9 +6,10 @@ and values.
 """
 
 import torch
+from torch import Tensor
 
-from ..modeling.attention_kernels import AttentionKernel, accumulation_dtype
-from ..modeling.documents import Mask
+from ..modeling.attention_kernels import AttentionKernel, accumulation_dtype, nothing_seen
+from ..modeling.kernel_call import Attended, Gradients, Mask
 from .layout import ContextLayout
 from .ring import TrunkShape
 
@@ -30,41 +31,42 @@ class WindowTrunk:
         if left >= 0:
             self.exchange, self.block = layout.window_block(left, num_pass)
 
-    def forward(self, q, k, v):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """See [`RingTrunk`]."""
         wide = accumulation_dtype(q.dtype)
         if self.left < 0:
-            out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=wide)
-            return out, q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+            return nothing_seen(q, v, wide)
         keys, values = self._with_halo(k, v)
         documents = self.block.documents
         out, lse = self.kernel.forward(q, keys, values, documents, Mask(causal=True, scale=self.scale))
-        return out.to(wide), lse
+        return Attended(out.to(wide), lse)
 
-    def backward(self, dout, q, k, v, out, lse, need_trunk: bool):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, need_trunk: bool
+    ) -> Gradients:
         """See [`RingTrunk`]."""
+        wide = attended.lse.dtype
         if self.left < 0:
-            grads = tuple(torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
+            grads = tuple(torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
             return grads if need_trunk else (grads[0], None, None)
         keys, values = self._with_halo(k, v)
         documents = self.block.documents
-        dq, *dtrunk = self.kernel.backward(
-            dout, q, keys, values, out, lse, documents, Mask(causal=True, scale=self.scale)
-        )
-        dq = dq.to(lse.dtype)
+        mask = Mask(causal=True, scale=self.scale)
+        dq, *dtrunk = self.kernel.backward(dout, q, keys, values, attended, documents, mask)
+        dq = dq.to(wide)
         if not need_trunk:
             return dq, None, None
         num_rows, num_halo = k.shape[0], self.exchange.num_wanted
         shape = TrunkShape.of(k, v)
-        total = q.new_zeros(num_rows + num_halo, shape.row_size, dtype=lse.dtype)
-        total[self.block.k_rows] = torch.cat([grad.flatten(1) for grad in dtrunk], dim=1).to(lse.dtype)
+        total = q.new_zeros(num_rows + num_halo, shape.row_size, dtype=wide)
+        total[self.block.k_rows] = torch.cat([grad.flatten(1) for grad in dtrunk], dim=1).to(wide)
         local, halo = total.split([num_rows, num_halo])
         local = local + self.exchange.give_back(halo, num_rows)
         sizes = [shape.num_kv_heads * shape.key_dim, shape.num_kv_heads * shape.value_dim]
         dk, dv = local.split(sizes, dim=1)
         return dq, dk.reshape(k.shape), dv.reshape(v.shape)
 
-    def _with_halo(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _with_halo(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in the kernel's order: each segment after its halo."""
         rows = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
         rows = torch.cat([rows, self.exchange.fetch(rows)])[self.block.k_rows]

@@ -6,26 +6,27 @@ Shapes: `T` packed rows, `Ts` rows of the pass (a suffix of each document), `Hq`
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .attention_kernels import AttentionKernel, choose_kernel
-from .branch import branch_gradients, merge_branch, merge_sinks, sink_gradients
-from .documents import Documents, Mask
+from .branch import Branch, branch_gradients, merge_branch, merge_sinks, sink_gradients
+from .kernel_call import Attended, Documents, Gradients, Mask
 from .packing import PackedLayout
 
 
 def branch_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     layout: PackedLayout,
     *,
-    branch: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+    branch: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     scale: float,
     kernel: AttentionKernel | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """
     Softmax attention of root rows to their trunk and their own branch. Root row `r` sees the trunk keys of rows up to
     `r` of its document, and of each branch tensor only the key of its own row (EAGLE-3's training-time test mask,
@@ -76,13 +77,15 @@ def branch_attention(
 class Trunk(Protocol):
     """Attention to the trunk's keys, wherever they lie. No autograd inside."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(Ts, Hq, D)` output in the dtype of `q` or a wider one, and `(Ts, Hq)` log-sum-exp in the accumulation dtype."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        """Attention of `Ts` rows; the output has the dtype of `q` or a wider one."""
         ...
 
-    def backward(self, dout, q, k, v, out, lse, need_trunk: bool) -> tuple[torch.Tensor, ...]:
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, need_trunk: bool
+    ) -> Gradients:
         """
-        Gradients of `q`, `k` and `v` for the output and log-sum-exp over all keys. With `need_trunk=False` those of `k` and `v`
+        Gradients for attention over all keys, these and others. With `need_trunk=False`, the gradients of `k` and `v`
         may be `None`.
         """
         ...
@@ -94,20 +97,22 @@ class LocalTrunk:
 
     Args:
         kernel ([`AttentionKernel`]): computes it.
-        documents ([`~documents.Documents`]): query and key rows per document.
-        mask ([`~documents.Mask`]): the causal one.
+        documents ([`~kernel_call.Documents`]): query and key rows per document.
+        mask ([`~kernel_call.Mask`]): the causal one.
     """
 
     def __init__(self, kernel: AttentionKernel, documents: Documents, mask: Mask):
         self.kernel, self.documents, self.mask = kernel, documents, mask
 
-    def forward(self, q, k, v):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         """See [`Trunk`]."""
         return self.kernel.forward(q, k, v, self.documents, self.mask)
 
-    def backward(self, dout, q, k, v, out, lse, need_trunk: bool):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, need_trunk: bool
+    ) -> Gradients:
         """See [`Trunk`]."""
-        return self.kernel.backward(dout, q, k, v, out, lse, self.documents, self.mask)
+        return self.kernel.backward(dout, q, k, v, attended, self.documents, self.mask)
 
 
 class MergedAttention(torch.autograd.Function):
@@ -117,32 +122,41 @@ class MergedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, trunk: Trunk, scale, q, k, v, sinks, token, *branch):
-        branch_k, branch_v = _halves(branch)
-        out, lse = trunk.forward(q, k, v)
-        if branch_k:
-            out, lse = merge_branch(out, lse, q, branch_k, branch_v, scale)
+    def forward(
+        ctx: Any,
+        trunk: Trunk,
+        scale: float,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        token: Tensor | None,
+        *branch: Tensor,
+    ) -> Tensor:
+        attended = trunk.forward(q, k, v)
+        if branch:
+            attended = merge_branch(attended, q, Branch(*_halves(branch), scale))
         if sinks is not None:
-            out, lse = merge_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *branch)
+            attended = merge_sinks(attended, sinks)
+        out = attended.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, attended.lse, sinks, *branch)
         ctx.trunk, ctx.scale = trunk, scale
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *branch = ctx.saved_tensors
-        branch_k, branch_v = _halves(branch)
         need_k, need_v, need_sinks, need_token = (ctx.needs_input_grad[index] for index in (3, 4, 5, 6))
         dout = dout.contiguous()
-        dq, dk, dv = ctx.trunk.backward(dout, q, k, v, out, lse, need_k or need_v or need_token)
+        dq, dk, dv = ctx.trunk.backward(dout, q, k, v, Attended(out, lse), need_k or need_v or need_token)
         dbranch_k, dbranch_v, dsinks = [], [], None
-        if branch_k or need_sinks:
+        if branch or need_sinks:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
-        if branch_k:
+        if branch:
             dq = dq.to(lse.dtype)
-            dbranch_k, dbranch_v = branch_gradients(dout, q, branch_k, branch_v, lse, delta, ctx.scale, dq)
+            branch = Branch(*_halves(branch), ctx.scale)
+            dbranch_k, dbranch_v = branch_gradients(dout, q, branch, lse, delta, dq)
         if need_sinks:
             dsinks = sink_gradients(sinks, lse, delta)
         dtoken = dout.new_zeros(()) if need_token else None
@@ -150,7 +164,7 @@ class MergedAttention(torch.autograd.Function):
         return None, None, dq.to(q.dtype), dk, dv, dsinks, dtoken, *dbranch_k, *dbranch_v
 
 
-def _halves(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The keys and the values of a flat list."""
     middle = len(tensors) // 2
     return tensors[:middle], tensors[middle:]

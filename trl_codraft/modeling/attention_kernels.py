@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from .documents import Documents, Mask
-from .flash_operators import PackedFlash, flash_backward, flash_forward, installed_flash
+from .flash_operators import AnyHeadDim, PackedFlash, installed_flash
+from .kernel_call import Attended, Documents, Gradients, Mask
 
 
 class AttentionKernel(Protocol):
@@ -25,42 +26,26 @@ class AttentionKernel(Protocol):
     of zero are allowed; a query without a key gets output 0 and log-sum-exp `-inf`.
     """
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        documents: Documents,
-        mask: Mask,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         """
         Args:
             q (`torch.Tensor` of shape `(Tq, Hq, D)`), k, v (`torch.Tensor` of shape `(Tk, Hkv, D)`):
                 Queries, and keys and values with heads not repeated.
-            documents ([`~documents.Documents`]):
+            documents ([`~kernel_call.Documents`]):
                 Query and key rows per document.
-            mask ([`~documents.Mask`]):
+            mask ([`~kernel_call.Mask`]):
                 See the class.
 
         Returns:
-            `tuple`: output `(Tq, Hq, D)` in the dtype of `q` and natural log-sum-exp `(Tq, Hq)` in float32 (float64
-            for float64).
+            [`~kernel_call.Attended`]: output in the dtype of `q`, log-sum-exp in float32 (float64 for float64).
         """
         ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        documents: Documents,
-        mask: Mask,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         """
-        Gradients with respect to these keys when `out` and `lse` were taken over these and possibly further keys:
+        Gradients with respect to these keys when `attended` was taken over these and possibly further keys:
         `P = exp(S - lse)`, `dS = P * (dout v^T - rowsum(dout * out))`.
 
         Returns:
@@ -74,26 +59,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def merge_partials(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Attention over two disjoint sets of keys from the attention over each.
-
-    Args:
-        out_a, out_b (`torch.Tensor` of shape `(T, Hq, D)`):
-            Outputs.
-        lse_a, lse_b (`torch.Tensor` of shape `(T, Hq)`):
-            Log-sum-exps; `-inf` where a set holds no key.
-
-    Returns:
-        `tuple`: output and log-sum-exp over the union, in the dtype of the log-sum-exps.
-    """
-    lse = torch.logaddexp(lse_a, lse_b)
+def merge_partials(first: Attended, second: Attended) -> Attended:
+    """Attention over two disjoint sets of keys from the attention over each, in the dtype of the log-sum-exps."""
+    lse = torch.logaddexp(first.lse, second.lse)
     # No key on either side: weights 0 instead of exp(-inf + inf).
     reference = lse.masked_fill(lse == -torch.inf, 0.0)
-    weight_a, weight_b = (torch.exp(part - reference).unsqueeze(-1) for part in (lse_a, lse_b))
-    return weight_a * out_a.to(lse.dtype) + weight_b * out_b.to(lse.dtype), lse
+    weight, other = (torch.exp(part.lse - reference).unsqueeze(-1) for part in (first, second))
+    return Attended(weight * first.out.to(lse.dtype) + other * second.out.to(lse.dtype), lse)
+
+
+def nothing_seen(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Attended:
+    """Attention of queries that see no key; the output has the dtype of `q` if none is given."""
+    out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=dtype)
+    return Attended(out, q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype)))
 
 
 class ChunkedKernel:
@@ -105,20 +83,22 @@ class ChunkedKernel:
     def __init__(self, max_scores: int = 2**24):
         self.max_scores = max_scores
 
-    def forward(self, q, k, v, documents, mask):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         """See [`AttentionKernel`]."""
-        out = torch.zeros_like(q)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        out, lse = nothing_seen(q, q)
         for rows, keys, scores in self._chunks(q, k, documents, mask):
             chunk_lse = scores.logsumexp(dim=-1)
             probs = torch.exp(scores - chunk_lse.unsqueeze(-1))
             values = v[keys].to(probs.dtype)
             out[rows] = ungroup_heads(torch.einsum("hgqk,khd->hgqd", probs, values)).to(q.dtype)
             lse[rows] = chunk_lse.flatten(0, 1).T
-        return out, lse
+        return Attended(out, lse)
 
-    def backward(self, dout, q, k, v, out, lse, documents, mask):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         """See [`AttentionKernel`]."""
+        out, lse = attended
         wide = lse.dtype
         dq, dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
         delta = (dout.to(wide) * out.to(wide)).sum(dim=-1)
@@ -132,7 +112,7 @@ class ChunkedKernel:
             dv[keys] += torch.einsum("hgqk,hgqd->khd", probs, grouped_dout)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _chunks(self, q, k, documents, mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    def _chunks(self, q: Tensor, k: Tensor, documents: Documents, mask: Mask) -> Iterator[tuple[slice, slice, Tensor]]:
         """Query rows, the key rows they can see, and their scaled, masked scores (Hkv, G, q, k)."""
         wide = accumulation_dtype(q.dtype)
         for queries, keys in documents.slices():
@@ -157,31 +137,30 @@ class SquareCausalKernel:
     Subclasses compute blocks: `_block_forward` and `_block_backward` take non-empty documents, square if causal.
     """
 
-    def forward(self, q, k, v, documents, mask):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         """See [`AttentionKernel`]."""
-        out = lse = None
+        whole = None
         for queries, keys, block_mask in self._blocks(documents, mask):
             rows, seen = _index(queries, q), _index(keys, k)
             block = Documents([len(piece) for piece in queries], [len(piece) for piece in keys])
-            part, part_lse = self._block_forward(q[rows], k[seen], v[seen], block, block_mask)
-            if out is None:
-                out, lse = _among(part, rows, len(q)), _among(part_lse, rows, len(q), fill=-torch.inf)
+            part = self._block_forward(q[rows], k[seen], v[seen], block, block_mask)
+            if whole is None:
+                whole = Attended(_among(part.out, rows, len(q)), _among(part.lse, rows, len(q), fill=-torch.inf))
             else:
                 # A row is merged once, so the accumulation dtype is needed for no longer than that.
-                merged, lse[rows] = merge_partials(out[rows], lse[rows], part, part_lse)
-                out[rows] = merged.to(out.dtype)
-        if out is None:
-            return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-        return out, lse
+                merged = merge_partials(whole.at(rows), part)
+                whole.out[rows], whole.lse[rows] = merged.out.to(q.dtype), merged.lse
+        return nothing_seen(q, q) if whole is None else whole
 
-    def backward(self, dout, q, k, v, out, lse, documents, mask):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         """See [`AttentionKernel`]."""
         grads = None
         for queries, keys, block_mask in self._blocks(documents, mask):
             rows, seen = _index(queries, q), _index(keys, k)
             block = Documents([len(piece) for piece in queries], [len(piece) for piece in keys])
-            arguments = (dout[rows], q[rows], k[seen], v[seen], out[rows], lse[rows])
-            parts = self._block_backward(*arguments, block, block_mask)
+            parts = self._block_backward(dout[rows], q[rows], k[seen], v[seen], attended.at(rows), block, block_mask)
             places = (rows, seen, seen)
             if grads is None:
                 sizes = (len(q), len(k), len(v))
@@ -192,7 +171,7 @@ class SquareCausalKernel:
                     total[index] += part
         return (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)) if grads is None else tuple(grads)
 
-    def _blocks(self, documents, mask) -> Iterator[tuple[list[range], list[range], Mask]]:
+    def _blocks(self, documents: Documents, mask: Mask) -> Iterator[tuple[list[range], list[range], Mask]]:
         """At most two groups of documents: (query rows, key rows, mask)."""
         prefix, suffix = [], []
         for queries, keys in documents.slices():
@@ -215,7 +194,7 @@ class CpuFlashKernel(SquareCausalKernel):
     (it has no packed form). It crashes the process on empty documents, which never get this far.
     """
 
-    def _block_forward(self, q, k, v, documents, mask):
+    def _block_forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
         for queries, keys in documents.slices():
@@ -229,9 +208,11 @@ class CpuFlashKernel(SquareCausalKernel):
             )
             out[queries] = part[0].transpose(0, 1)
             lse[queries] = part_lse[0].T
-        return out, lse
+        return Attended(out, lse)
 
-    def _block_backward(self, dout, q, k, v, out, lse, documents, mask):
+    def _block_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for queries, keys in documents.slices():
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -239,8 +220,8 @@ class CpuFlashKernel(SquareCausalKernel):
                 _heads_first(q[queries]),
                 _heads_first(k[keys]),
                 _heads_first(v[keys]),
-                _heads_first(out[queries]),
-                lse[queries].T.unsqueeze(0),
+                _heads_first(attended.out[queries]),
+                attended.lse[queries].T.unsqueeze(0),
                 0.0,
                 mask.causal,
                 scale=mask.scale,
@@ -260,16 +241,18 @@ class CudaFlashKernel(SquareCausalKernel):
     """
 
     def __init__(self, operator: PackedFlash | None = None):
-        self.operator = operator if operator is not None else installed_flash()
+        self.flash = AnyHeadDim(operator if operator is not None else installed_flash())
 
-    def _block_forward(self, q, k, v, documents, mask):
-        return flash_forward(self.operator, q, k, v, documents, mask)
+    def _block_forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
+        return self.flash.forward(q, k, v, documents, mask)
 
-    def _block_backward(self, dout, q, k, v, out, lse, documents, mask):
-        return flash_backward(self.operator, dout, q, k, v, out, lse, documents, mask)
+    def _block_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
+        return self.flash.backward(dout, q, k, v, attended, documents, mask)
 
 
-def choose_kernel(q: torch.Tensor) -> AttentionKernel:
+def choose_kernel(q: Tensor) -> AttentionKernel:
     """
     The kernel for a query tensor.
 
@@ -289,7 +272,7 @@ def choose_kernel(q: torch.Tensor) -> AttentionKernel:
     return ChunkedKernel()
 
 
-def _index(pieces: list[range], like: torch.Tensor) -> slice | torch.Tensor:
+def _index(pieces: list[range], like: Tensor) -> slice | Tensor:
     """Rows of the pieces: a slice (no copy) where they are adjacent, else their indices."""
     if all(left.stop == right.start for left, right in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
@@ -297,7 +280,7 @@ def _index(pieces: list[range], like: torch.Tensor) -> slice | torch.Tensor:
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(like.device)
 
 
-def _among(part: torch.Tensor, rows: slice | torch.Tensor, num_rows: int, fill: float = 0.0) -> torch.Tensor:
+def _among(part: Tensor, rows: slice | Tensor, num_rows: int, fill: float = 0.0) -> Tensor:
     """The rows of a block among all rows; itself if it has them all."""
     if isinstance(rows, slice) and rows == slice(0, num_rows):
         return part
@@ -306,16 +289,16 @@ def _among(part: torch.Tensor, rows: slice | torch.Tensor, num_rows: int, fill: 
     return whole
 
 
-def group_heads(rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def group_heads(rows: Tensor, num_kv_heads: int) -> Tensor:
     """(q, Hq, X) -> (Hkv, G, q, X): query heads beside the key head they share."""
     return rows.view(rows.shape[0], num_kv_heads, rows.shape[1] // num_kv_heads, rows.shape[2]).permute(1, 2, 0, 3)
 
 
-def ungroup_heads(rows: torch.Tensor) -> torch.Tensor:
+def ungroup_heads(rows: Tensor) -> Tensor:
     """(Hkv, G, q, X) -> (q, Hq, X)."""
     return rows.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+def _heads_first(rows: Tensor) -> Tensor:
     """(T, H, D) -> (1, H, T, D), a view."""
     return rows.transpose(0, 1).unsqueeze(0)

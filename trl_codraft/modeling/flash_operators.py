@@ -10,12 +10,13 @@ import importlib.metadata
 import logging
 from functools import cache
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from packaging.version import Version
+from torch import Tensor
 
-from .documents import Documents, Mask
+from .kernel_call import Attended, Documents, Gradients, Mask
 
 
 logger = logging.getLogger(__name__)
@@ -24,36 +25,21 @@ logger = logging.getLogger(__name__)
 class PackedFlash(Protocol):
     """One packed flash operator: bfloat16 and float16, head dims that are multiples of 8 up to 256."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        documents: Documents,
-        mask: Mask,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `(Tq, Hq, D)` and float32 log-sum-exp `(Hq, Tq)`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
+        """The log-sum-exp is float32 of shape `(Hq, Tq)` here."""
         ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        documents: Documents,
-        mask: Mask,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of `q`, `k` and `v`, in their dtypes; `lse` is `(Hq, Tq)` and contiguous."""
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
+        """Gradients in the dtypes of `q`, `k` and `v`; the log-sum-exp is `(Hq, Tq)` and contiguous."""
         ...
 
 
 class TorchFlash:
     """The operator behind `torch.nn.attention.varlen`; needs no further package."""
 
-    def forward(self, q, k, v, documents, mask):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         """See [`PackedFlash`]."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
@@ -66,17 +52,18 @@ class TorchFlash:
             scale=mask.scale,
             **self._window(mask.window),
         )
-        return out, lse
+        return Attended(out, lse)
 
-    def backward(self, dout, q, k, v, out, lse, documents, mask):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         """See [`PackedFlash`]."""
         return torch.ops.aten._flash_attention_backward(
             dout,
             q,
             k,
             v,
-            out,
-            lse,
+            *attended,
             *_offsets_and_lengths(documents, q.device),
             0.0,
             mask.causal,
@@ -101,12 +88,14 @@ class FlashAttention2:
         self._forward = flash_attn_interface._flash_attn_varlen_forward
         self._backward = flash_attn_interface._flash_attn_varlen_backward
 
-    def forward(self, q, k, v, documents, mask):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
         """See [`PackedFlash`]."""
         out, lse, *_ = self._forward(q, k, v, **self._settings(documents, mask, q.device))
-        return out, lse
+        return Attended(out, lse)
 
-    def backward(self, dout, q, k, v, out, lse, documents, mask):
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
         """See [`PackedFlash`]."""
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         self._backward(
@@ -114,8 +103,7 @@ class FlashAttention2:
             q,
             k,
             v,
-            out,
-            lse,
+            *attended,
             dq,
             dk,
             dv,
@@ -125,7 +113,7 @@ class FlashAttention2:
         return dq, dk, dv
 
     @staticmethod
-    def _settings(documents, mask, device) -> dict:
+    def _settings(documents: Documents, mask: Mask, device: torch.device) -> dict[str, Any]:
         q_offsets, k_offsets, longest_q, longest_k = _offsets_and_lengths(documents, device)
         return {
             "cu_seqlens_q": q_offsets,
@@ -160,29 +148,38 @@ def installed_flash() -> PackedFlash:
         return TorchFlash()
 
 
-def flash_forward(operator: PackedFlash, q, k, v, documents: Documents, mask: Mask):
-    """Output `(Tq, Hq, D)` and log-sum-exp `(Tq, Hq)` of non-empty documents; any head dim up to 256."""
-    head_dim = q.shape[-1]
-    q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
-    out, lse = operator.forward(q, k, v, documents, mask)
-    return out[..., :head_dim], lse.T
+class AnyHeadDim:
+    """
+    An operator for any head dim up to 256, and log-sum-exps of shape `(Tq, Hq)` as kernels have them.
+
+    Args:
+        operator ([`PackedFlash`]): computes documents, none of which may be empty.
+    """
+
+    def __init__(self, operator: PackedFlash):
+        self.operator = operator
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:
+        """See [`~attention_kernels.AttentionKernel`]."""
+        out, lse = self.operator.forward(*map(_pad_head_dim, (q, k, v)), documents, mask)
+        return Attended(out[..., : q.shape[-1]], lse.T)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, documents: Documents, mask: Mask
+    ) -> Gradients:
+        """See [`~attention_kernels.AttentionKernel`]."""
+        padded = map(_pad_head_dim, (dout, q, k, v))
+        attended = Attended(_pad_head_dim(attended.out), attended.lse.T.contiguous())
+        grads = self.operator.backward(*padded, attended, documents, mask)
+        return tuple(grad[..., : q.shape[-1]] for grad in grads)
 
 
-def flash_backward(operator: PackedFlash, dout, q, k, v, out, lse, documents: Documents, mask: Mask):
-    """Gradients of [`flash_forward`] for an output and log-sum-exp that may cover further keys."""
-    head_dim = q.shape[-1]
-    dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
-    lse = lse.T.contiguous()
-    parts = operator.backward(dout, q, k, v, out, lse, documents, mask)
-    return tuple(part[..., :head_dim] for part in parts)
-
-
-def _pad_head_dim(rows: torch.Tensor) -> torch.Tensor:
+def _pad_head_dim(rows: Tensor) -> Tensor:
     """Zeros up to the next multiple of 8; they change no score and are cut off again."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 8)).contiguous()
 
 
-def _offsets_and_lengths(documents: Documents, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _offsets_and_lengths(documents: Documents, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Where documents begin, int32 `[0, l0, l0+l1, ...]`, for queries and keys, and the longest of each."""
     lengths = documents.q_lens, documents.k_lens
     offsets = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in lengths)

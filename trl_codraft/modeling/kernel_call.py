@@ -1,7 +1,14 @@
-"""What an attention kernel is told besides its tensors: where documents lie, and who sees whom."""
+"""
+The call of an attention kernel: where documents lie and who sees whom, and the output with its log-sum-exp.
+
+Shapes: `Tq` packed query rows, `Hq` query heads, `Dv` head dim of values.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -39,3 +46,25 @@ class Mask:
     causal: bool
     scale: float
     window: int | None = None
+
+
+class Attended(NamedTuple):
+    """
+    Attention over some keys, in the form in which it can be merged with attention over others and differentiated.
+
+    Attributes:
+        out (`torch.Tensor` of shape `(Tq, Hq, Dv)`): weighted mean of the values; 0 for a query without a key.
+        lse (`torch.Tensor` of shape `(Tq, Hq)`):
+            Natural log-sum-exp of the scores in the accumulation dtype; `-inf` for a query without a key.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def at(self, rows: slice | Tensor) -> "Attended":
+        """Some of the rows."""
+        return Attended(self.out[rows], self.lse[rows])
+
+
+# Of queries, keys and values; of one that is not asked for, `None`.
+Gradients = tuple[Tensor, Tensor | None, Tensor | None]
