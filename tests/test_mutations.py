@@ -14,7 +14,7 @@ from rollout import test_speculative_sampling as sampled
 from trainer import test_trained_tokens
 
 from trl_codraft.grpo.learner import DraftLearner
-from trl_codraft.modeling import losses, modeling_eagle3, packing, taps
+from trl_codraft.modeling import losses, modeling_eagle3, packing, taps, teacher
 from trl_codraft.rollout import accept as sampling
 from trl_codraft.training.draft_trainer import DraftTrainer
 
@@ -55,7 +55,7 @@ def test_mask_not_shifted(mutate):
 
 
 def test_teacher_off_by_one(mutate):
-    mutate(losses.TeacherSweep, "plan", "root + 1 + s", "root + s")
+    mutate(teacher, "teacher_positions", "roots + 1 + num_pass", "roots + num_pass", also=[losses])
     assert fails(test_losses.test_loss_gradients_and_counters_equal_dense_reference_in_fp64, 7, False)
 
 

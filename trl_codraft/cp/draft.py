@@ -11,6 +11,7 @@ size, `Ht` policy hidden size, `n` taps, `Hq` / `Hkv` query / key-value heads, `
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -272,7 +273,7 @@ def shard_rows(
 
 
 def sharded_draft_loss(
-    draft: Eagle3DraftModel, head: PolicyHead, batch: DraftBatchShard, *, trunk: str = "ring", **settings
+    draft: Eagle3DraftModel, head: PolicyHead, batch: DraftBatchShard, *, trunk: str = "ring", **settings: Any
 ) -> DraftLoss:
     """
     [`~losses.draft_loss`] of a pack that is split over a group: loss, counters and the draft's gradients are this

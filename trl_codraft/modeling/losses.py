@@ -5,23 +5,24 @@ Shapes: `T` packed tokens, `K` TTT passes, `N_s` valid rows of pass `s`, `N` the
 teacher positions of a chunk, `H` draft hidden size, `Ht` policy hidden size, `V` policy vocabulary, `Vd` draft
 vocabulary.
 
-Rows and teacher positions follow EAGLE-3's training-time test (arXiv 2503.01840, section 3.2): pass `s` of root row `r`
-predicts `x_{r+2+s}` and is taught by the policy's distribution at position `r+1+s`. Passes overlap in their teacher
-positions, so one sweep over positions computes each teacher row once and serves all passes. Student logits, their
+Which position teaches which row is said in [`~teacher.teacher_positions`]. Passes overlap in their teacher positions, so
+one sweep over positions computes each teacher row once and serves all passes. Student logits, their
 gradient and the head's gradient are finished inside the sweep (as in Liger's fused linear cross-entropy): no
 `(rows, V)` tensor outlives a chunk, and the backward only scales.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .attention import branch_attention
 from .modeling_eagle3 import Eagle3DraftModel
 from .packing import DraftBatch, PackedLayout
-from .teacher import PolicyHead
+from .teacher import PolicyHead, teacher_positions
 
 
 @dataclass
@@ -40,15 +41,15 @@ class DraftLoss:
             left out because the teacher's most likely token is outside the draft vocabulary).
     """
 
-    loss_sum: torch.Tensor
-    counters: dict[str, torch.Tensor]
+    loss_sum: Tensor
+    counters: dict[str, Tensor]
 
 
 PASS_COUNTERS = ("loss", "rows", "top1", "accept")
 SCALAR_COUNTERS = ("accept_roots", "coverage", "positions", "masked_rows")
 
 
-def zero_counters(num_passes: int, device: torch.device) -> dict[str, torch.Tensor]:
+def zero_counters(num_passes: int, device: torch.device) -> dict[str, Tensor]:
     """The counters of [`DraftLoss`] for a microbatch without rows."""
     counters = {name: torch.zeros(num_passes, dtype=torch.float64, device=device) for name in PASS_COUNTERS}
     return counters | {name: torch.zeros((), dtype=torch.float64, device=device) for name in SCALAR_COUNTERS}
@@ -106,17 +107,17 @@ class LossRows:
         attention (`Callable`): attention of a pass, as in [`Eagle3DraftModel.unroll`].
     """
 
-    taps: torch.Tensor
-    embeds: torch.Tensor
+    taps: Tensor
+    embeds: Tensor
     layout: PackedLayout
-    valid: Callable[[int], torch.Tensor]
-    places: torch.Tensor
-    last_hidden: torch.Tensor
-    counted: torch.Tensor
-    attention: Callable[..., torch.Tensor] = branch_attention
+    valid: Callable[[int], Tensor]
+    places: Tensor
+    last_hidden: Tensor
+    counted: Tensor
+    attention: Callable[..., Tensor] = branch_attention
 
 
-def draft_loss(draft: Eagle3DraftModel, head: PolicyHead, batch: DraftBatch, **settings) -> DraftLoss:
+def draft_loss(draft: Eagle3DraftModel, head: PolicyHead, batch: DraftBatch, **settings: Any) -> DraftLoss:
     """
     Soft cross-entropy of a draft against the policy over all TTT passes, plus what the metrics need.
 
@@ -180,7 +181,7 @@ def loss_over_rows(draft: Eagle3DraftModel, head: PolicyHead, rows: LossRows, se
     return sweep.loss(students, draft.lm_head.weight)
 
 
-def _target_ids(draft: Eagle3DraftModel, head: PolicyHead) -> torch.Tensor | None:
+def _target_ids(draft: Eagle3DraftModel, head: PolicyHead) -> Tensor | None:
     """
     `(Vd,)` policy ids of the draft's tokens, ascending; `None` if each row of the policy's head is one of them. A head
     may have more rows than the policy has tokens (padding): the draft has none for them, whatever its vocabulary.
@@ -200,15 +201,15 @@ class TeacherSweep:
         edges (`list[list[int]]`): row bounds of the chunks: of `positions` first, then of each pass.
     """
 
-    roots: list[torch.Tensor]
-    positions: torch.Tensor
-    teacher_rows: list[torch.Tensor]
+    roots: list[Tensor]
+    positions: Tensor
+    teacher_rows: list[Tensor]
     edges: list[list[int]]
 
     @classmethod
-    def plan(cls, roots: list[torch.Tensor], chunk_size: int) -> "TeacherSweep":
+    def plan(cls, roots: list[Tensor], chunk_size: int) -> "TeacherSweep":
         """Plans the sweep for the valid roots of each pass; a chunk serves at most about `chunk_size` rows."""
-        taught = [root + 1 + s for s, root in enumerate(roots)]
+        taught = [teacher_positions(root, s) for s, root in enumerate(roots)]
         positions = torch.unique(torch.cat(taught))
         teacher_rows = [torch.searchsorted(positions, position) for position in taught]
         step = max(1, chunk_size // len(roots))
@@ -216,7 +217,7 @@ class TeacherSweep:
         edges = torch.stack([starts] + [torch.searchsorted(rows, starts) for rows in teacher_rows])
         return cls(roots, positions, teacher_rows, edges.tolist())
 
-    def chunks(self):
+    def chunks(self) -> Iterator[tuple[slice, list[slice]]]:
         """Yields `(slice of positions, list of one slice of rows per pass)`."""
         bounds = list(zip(*self.edges, strict=True))
         for low, high in zip(bounds[:-1], bounds[1:], strict=True):
@@ -229,16 +230,49 @@ class _GivenGradients(torch.autograd.Function):
     """A loss whose gradients, `(N, H)` and `(Vd, H)`, were computed along with it."""
 
     @staticmethod
-    def forward(ctx, loss_sum, weight_grad, row_grads, weight, *rows):
-        ctx.save_for_backward(weight_grad, *row_grads)
+    def forward(ctx: Any, loss_sum: Tensor, gradients: "_Gradients", weight: Tensor, *rows: Tensor) -> Tensor:
+        ctx.save_for_backward(gradients.weight, *gradients.rows)
         return loss_sum.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second backward through the same graph raises instead of scaling twice.
         weight_grad, *row_grads = (None if grad is None else grad.mul_(grad_output) for grad in ctx.saved_tensors)
-        return None, None, None, weight_grad, *row_grads
+        return None, None, weight_grad, *row_grads
+
+
+@dataclass
+class _Gradients:
+    """
+    Gradients of the loss, filled in chunk by chunk.
+
+    Attributes:
+        rows: of each pass's `(N_s, H)` outputs, in their dtype; `None` where none is needed.
+        weight: of the head `(Vd, H)`, in float32 or float64; `None` where none is needed.
+    """
+
+    rows: list[Tensor | None]
+    weight: Tensor | None
+
+    @classmethod
+    def wanted(cls, rows: list[Tensor], weight: Tensor, wide: torch.dtype) -> "_Gradients":
+        """Room for the gradients that autograd asks for."""
+        needs_rows = torch.is_grad_enabled() and any(row.requires_grad for row in rows)
+        needs_weight = torch.is_grad_enabled() and weight.requires_grad
+        return cls(
+            [torch.empty_like(row) if needs_rows else None for row in rows],
+            torch.zeros_like(weight, dtype=wide) if needs_weight else None,
+        )
+
+    def add(self, logits_grad: Tensor, slices: list[slice], student: Tensor, weight: Tensor) -> None:
+        """Adds a chunk: the gradient of its logits, the rows of each pass in it, their outputs, and the head."""
+        if self.rows[0] is not None:
+            parts = (logits_grad @ weight).split([piece.stop - piece.start for piece in slices])
+            for total, piece, part in zip(self.rows, slices, parts, strict=True):
+                total[piece] = part.to(total.dtype)
+        if self.weight is not None:
+            _accumulate_outer(self.weight, logits_grad, student)
 
 
 @dataclass
@@ -257,43 +291,46 @@ class _Sweep:
     """
 
     head: PolicyHead
-    last_hidden: torch.Tensor
-    counted: torch.Tensor
+    last_hidden: Tensor
+    counted: Tensor
     plan: TeacherSweep
-    target_ids: torch.Tensor | None
+    target_ids: Tensor | None
     compute_dtype: torch.dtype
     settings: LossSettings
 
     def __post_init__(self):
         self.counters = zero_counters(self.settings.num_passes, self.last_hidden.device)
 
-    def loss(self, rows: list[torch.Tensor], weight: torch.Tensor) -> DraftLoss:
+    def loss(self, rows: list[Tensor], weight: Tensor) -> DraftLoss:
         """
         The loss of `(N_s, H)` draft outputs after the final norm, at the roots of each pass, under the draft's head
         `(Vd, H)`; differentiable in both. The gradient of the head accumulates in float32.
         """
-        needs_rows = torch.is_grad_enabled() and any(row.requires_grad for row in rows)
-        needs_weight = torch.is_grad_enabled() and weight.requires_grad
-        with torch.no_grad():
-            loss_sum, row_grads, weight_grad = self._run(rows, weight, needs_rows, needs_weight)
-        return DraftLoss(_GivenGradients.apply(loss_sum, weight_grad, row_grads, weight, *rows), self.counters)
-
-    def _run(self, rows, weight, needs_rows: bool, needs_weight: bool):
-        """Returns the loss and the gradients of `rows` (in their dtype) and `weight` (in fp32 or fp64)."""
         wide = torch.promote_types(self.compute_dtype, torch.float32)
-        row_grads = [torch.empty_like(row) if needs_rows else None for row in rows]
-        weight_grad = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        cast_weight = weight.to(self.compute_dtype)
+        gradients = _Gradients.wanted(rows, weight, wide)
+        with torch.no_grad():
+            loss_sum = self._run(rows, weight.to(self.compute_dtype), gradients).to(wide)
+        return DraftLoss(_GivenGradients.apply(loss_sum, gradients, weight, *rows), self.counters)
+
+    def _run(self, rows: list[Tensor], weight: Tensor, gradients: _Gradients) -> Tensor:
+        """Returns the loss under the cast head `weight` and fills in the gradients."""
         alphas = [row.new_zeros(row.shape[0], dtype=torch.float64) for row in rows]
         for positions, slices in self.plan.chunks():
             # A call of its own, so that a chunk's logits are gone before the next chunk's are made.
-            self._chunk(positions, slices, rows, cast_weight, alphas, row_grads, weight_grad)
+            found = self._chunk(positions, slices, rows, weight, gradients)
+            for alpha, piece, part in zip(alphas, slices, found, strict=True):
+                alpha[piece] = part
         self._count_acceptance(alphas)
         weights = self.counters["loss"].new_tensor(self.settings.pass_weights)
-        return (self.counters["loss"] * weights).sum().to(wide), row_grads, weight_grad
+        return (self.counters["loss"] * weights).sum()
 
-    def _chunk(self, positions, slices, rows, cast_weight, alphas, row_grads, weight_grad) -> None:
-        """One chunk of teacher positions and the rows it teaches; fills in `alphas` and the gradients not None."""
+    def _chunk(
+        self, positions: slice, slices: list[slice], rows: list[Tensor], weight: Tensor, gradients: _Gradients
+    ) -> list[Tensor]:
+        """
+        Sweeps one chunk of teacher positions and the rows it teaches, `slices` of each pass. Returns the acceptance
+        rates of each pass's rows.
+        """
         places = self.plan.positions[positions]
         teacher = _Teacher(self, self.head.logits(self.last_hidden[places]))
         counted = self.counted[places]
@@ -301,20 +338,17 @@ class _Sweep:
         self.counters["positions"] += counted.sum()
         # All passes share one matmul with the head, and one each for the two gradients.
         student = torch.cat([row[piece] for row, piece in zip(rows, slices, strict=True)]).to(self.compute_dtype)
-        logits = student @ cast_weight.t()
+        logits = student @ weight.t()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         parts = logits.split([piece.stop - piece.start for piece in slices])
-        for s, (piece, part) in enumerate(zip(slices, parts, strict=True)):
-            index = self.plan.teacher_rows[s][piece] - positions.start
-            alphas[s][piece] = self._pass(s, part, teacher, index)
-        grad = logits.to(self.compute_dtype)
-        if row_grads[0] is not None:
-            for s, part in enumerate((grad @ cast_weight).split([part.shape[0] for part in parts])):
-                row_grads[s][slices[s]] = part.to(row_grads[s].dtype)
-        if weight_grad is not None:
-            _accumulate_outer(weight_grad, grad, student)
+        alphas = [
+            self._pass(s, part, teacher, self.plan.teacher_rows[s][piece] - positions.start)
+            for s, (part, piece) in enumerate(zip(parts, slices, strict=True))
+        ]
+        gradients.add(logits.to(self.compute_dtype), slices, student, weight)
+        return alphas
 
-    def _pass(self, s: int, logits: torch.Tensor, teacher: "_Teacher", index: torch.Tensor) -> torch.Tensor:
+    def _pass(self, s: int, logits: Tensor, teacher: "_Teacher", index: Tensor) -> Tensor:
         """Counts the rows of pass `s` in a chunk, turns `logits` into their gradient, returns the acceptance rates."""
         target, keep = teacher.probs[index], teacher.keep[index]
         top1 = logits.argmax(dim=-1)
@@ -341,7 +375,7 @@ class _Sweep:
         probs.sub_(target).mul_(scale[:, None])
         return alpha
 
-    def _count_acceptance(self, alphas: list[torch.Tensor]) -> None:
+    def _count_acceptance(self, alphas: list[Tensor]) -> None:
         """Sums the prefix products of the acceptance rates over the roots that are valid in every pass."""
         num_roots = self.last_hidden.shape[0]
         table = torch.zeros(len(alphas), num_roots, dtype=torch.float64, device=self.last_hidden.device)
@@ -362,7 +396,7 @@ class _Teacher:
     `keep` is False where the most likely token lies outside; `top1` is that token in the draft's ids.
     """
 
-    def __init__(self, sweep: _Sweep, logits: torch.Tensor):
+    def __init__(self, sweep: _Sweep, logits: Tensor):
         ids = sweep.target_ids
         inside = logits if ids is None else logits[:, ids]
         self.top1 = logits.argmax(dim=-1)
@@ -379,13 +413,13 @@ class _Teacher:
             probs, coverage = _probs_and_coverage(inside, logits, rollout_temperature)
         self.rollout_probs = probs if ids is None else probs * coverage[:, None]
 
-    def acceptance(self, student_probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def acceptance(self, student_probs: Tensor, index: Tensor) -> Tensor:
         """`sum_v min(p_v, q_v)`: the chance that speculative sampling accepts (arXiv 2211.17192, section 3.3)."""
         own = self.rollout_probs[index]
         return torch.minimum(student_probs, own, out=own).sum(dim=-1, dtype=torch.float64)
 
 
-def _probs_and_coverage(inside: torch.Tensor, logits: torch.Tensor, temperature: float):
+def _probs_and_coverage(inside: Tensor, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Softmax over the columns `inside`, and their share of the softmax over all of `logits`."""
     if inside is logits:
         probs = torch.softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
@@ -397,7 +431,7 @@ def _probs_and_coverage(inside: torch.Tensor, logits: torch.Tensor, temperature:
     return torch.softmax(inside, dim=-1), coverage
 
 
-def _accumulate_outer(total: torch.Tensor, grad: torch.Tensor, student: torch.Tensor) -> None:
+def _accumulate_outer(total: Tensor, grad: Tensor, student: Tensor) -> None:
     """`total += grad^T student`; below fp32 each product is rounded once and the sum stays wide."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), student)

@@ -1,6 +1,9 @@
 """
 The teacher: the policy's own next-token distribution, computed from its last hidden state and its live head.
 
+The teacher shift: root row `r` predicts token `r+2+s` in pass `s`, and the policy predicts the token after the one that
+it reads, so the row is taught by the policy's distribution at position `r+1+s` ([`teacher_positions`]).
+
 Shapes: `n` rows, `Ht` policy hidden size, `V` policy vocabulary.
 """
 
@@ -12,6 +15,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .policy import is_elsewhere, name_of
+
+
+def teacher_positions(roots: torch.Tensor, num_pass: int) -> torch.Tensor:
+    """
+    Positions at which the policy teaches the rows of a pass (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2).
+
+    Args:
+        roots (`torch.LongTensor` of shape `(n,)`):
+            Root rows, where their branches leave the trunk.
+        num_pass (`int`):
+            Pass `s`, from 0.
+
+    Returns:
+        `torch.LongTensor` of shape `(n,)`: `r + 1 + s` for each root `r`.
+    """
+    return roots + 1 + num_pass
 
 
 class PolicyHead:
