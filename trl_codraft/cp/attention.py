@@ -15,6 +15,7 @@ import torch
 
 from ..modeling.attention import MergedAttention
 from ..modeling.attention_kernels import AttentionKernel
+from ..modeling.branch import require_branch_rows
 from .gathered import GatheredKeys, GatheredTrunk
 from .kernels import choose_shard_kernel
 from .layout import ContextLayout
@@ -112,8 +113,7 @@ def _check(q, k, v, layout, has_branch, branch_k, branch_v, window, sinks, trunk
             f"Heads do not fit: q {tuple(q.shape[1:])}, k {tuple(k.shape[1:])}, v {tuple(v.shape[1:])}. Queries and "
             "keys share a head dim, keys and values their number of heads, which divides that of the queries."
         )
-    if len(branch_k) != len(branch_v) or any(part.shape[0] != num_queries for part in (*branch_k, *branch_v)):
-        raise ValueError(f"Each branch needs a key and a value for each of the {num_queries} query rows.")
+    require_branch_rows(branch_k, branch_v, num_queries)
     if window is not None and window < 1:
         raise ValueError(f"A window of {window} tokens shows nothing; pass None for full attention.")
     if sinks is not None and sinks.shape != (q.shape[1],):

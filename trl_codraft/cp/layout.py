@@ -14,7 +14,8 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from ..modeling.kernel_call import Documents
+from ..modeling.kernel_call import Documents, rows_of
+from ..modeling.packing import require_roots
 from .messages import RowExchange, gather_rows
 from .planner import BALANCE_LENGTH, Segment, Shards, plan_document, plan_hybrid
 
@@ -294,7 +295,8 @@ class ContextLayout:
         if not pairs:
             return None
         queries, seen = zip(*pairs, strict=True)
-        return Block(self._index(queries), self._index(seen), [len(q) for q in queries], [len(k) for k in seen])
+        q_rows, k_rows = rows_of(queries, self.device), rows_of(seen, self.device)
+        return Block(q_rows, k_rows, [len(q) for q in queries], [len(k) for k in seen])
 
     def _plan_window(self, left: int, suffix: bool) -> tuple[RowExchange, Block]:
         halos: Shards = []
@@ -315,7 +317,8 @@ class ContextLayout:
                 q_lens.append(end - start)
                 k_lens.append(len(ranges[-2]) + len(ranges[-1]))
             row += piece.num_rows
-        return exchange, Block(None, self._index([piece for piece in ranges if piece]), q_lens, k_lens)
+        k_rows = rows_of([piece for piece in ranges if piece], self.device)
+        return exchange, Block(None, k_rows, q_lens, k_lens)
 
     def _owned_runs(self) -> list[list[tuple[int, int, int, int]]]:
         """Per document its segments by position: (start, end, rank, first storage row)."""
@@ -326,14 +329,6 @@ class ContextLayout:
                 owned[piece.doc].append((piece.start, piece.end, rank, row))
                 row += piece.num_rows
         return [sorted(runs) for runs in owned]
-
-    def _index(self, ranges: Sequence[range]) -> slice | torch.Tensor:
-        """Rows of ranges: a slice where they follow each other."""
-        if not ranges:
-            return slice(0, 0)
-        if all(left.stop == right.start for left, right in zip(ranges[:-1], ranges[1:], strict=True)):
-            return slice(ranges[0].start, ranges[-1].stop)
-        return self._tensor(ranges)
 
     def _tensor(self, ranges: Sequence[range]) -> torch.Tensor:
         pieces = [torch.arange(piece.start, piece.stop) for piece in ranges]
@@ -373,13 +368,7 @@ def _check(doc_lens: list[int], shards: Shards, first_valid_root: list[int], gro
         reached[piece.doc] = piece.end
     if reached != doc_lens:
         raise ValueError(f"The segments cover {reached} tokens of documents of {doc_lens}.")
-    if len(first_valid_root) != len(doc_lens) or not all(
-        0 <= root <= length for root, length in zip(first_valid_root, doc_lens, strict=False)
-    ):
-        raise ValueError(
-            f"Each document needs a first valid root between 0 and its length: got {first_valid_root} for lengths "
-            f"{doc_lens}."
-        )
+    require_roots(doc_lens, first_valid_root)
     if group is not None and dist.get_world_size(group) != len(shards):
         raise ValueError(
             f"The group has {dist.get_world_size(group)} ranks but the plan {len(shards)} shards. Plan for the size "

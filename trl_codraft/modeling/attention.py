@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention_kernels import AttentionKernel, choose_kernel
-from .branch import Branch, branch_gradients, merge_branch, merge_sinks, sink_gradients
+from .branch import Branch, branch_gradients, merge_branch, merge_sinks, require_branch_rows, sink_gradients
 from .kernel_call import Attended, Documents, Gradients, Mask
 from .packing import PackedLayout
 
@@ -67,8 +67,7 @@ def branch_attention(
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly.")
-    if len(branch_k) != len(branch_v) or any(part.shape[0] != q.shape[0] for part in (*branch_k, *branch_v)):
-        raise ValueError(f"Each branch needs a key and a value for each of the {q.shape[0]} query rows.")
+    require_branch_rows(branch_k, branch_v, q.shape[0])
     kernel = kernel if kernel is not None else choose_kernel(q)
     trunk = LocalTrunk(kernel, Documents(q_lens, k_lens), Mask(causal=True, scale=scale))
     return MergedAttention.apply(trunk, scale, q, k, v, None, None, *branch_k, *branch_v)

@@ -7,14 +7,13 @@ Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value head
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .flash_operators import AnyHeadDim, PackedFlash, installed_flash
-from .kernel_call import Attended, Documents, Gradients, Mask
+from .kernel_call import Attended, Documents, Gradients, Mask, rows_of
 
 
 class AttentionKernel(Protocol):
@@ -141,7 +140,7 @@ class SquareCausalKernel:
         """See [`AttentionKernel`]."""
         whole = None
         for queries, keys, block_mask in self._blocks(documents, mask):
-            rows, seen = _index(queries, q), _index(keys, k)
+            rows, seen = rows_of(queries, q.device), rows_of(keys, k.device)
             block = Documents([len(piece) for piece in queries], [len(piece) for piece in keys])
             part = self._block_forward(q[rows], k[seen], v[seen], block, block_mask)
             if whole is None:
@@ -158,7 +157,7 @@ class SquareCausalKernel:
         """See [`AttentionKernel`]."""
         grads = None
         for queries, keys, block_mask in self._blocks(documents, mask):
-            rows, seen = _index(queries, q), _index(keys, k)
+            rows, seen = rows_of(queries, q.device), rows_of(keys, k.device)
             block = Documents([len(piece) for piece in queries], [len(piece) for piece in keys])
             parts = self._block_backward(dout[rows], q[rows], k[seen], v[seen], attended.at(rows), block, block_mask)
             places = (rows, seen, seen)
@@ -270,14 +269,6 @@ def choose_kernel(q: Tensor) -> AttentionKernel:
         if torch.version.cuda is not None and torch.cuda.get_device_capability(q.device) >= (8, 0):
             return CudaFlashKernel()
     return ChunkedKernel()
-
-
-def _index(pieces: list[range], like: Tensor) -> slice | Tensor:
-    """Rows of the pieces: a slice (no copy) where they are adjacent, else their indices."""
-    if all(left.stop == right.start for left, right in pairwise(pieces)):
-        return slice(pieces[0].start, pieces[-1].stop)
-    # Built on the CPU: one copy instead of one kernel launch per document.
-    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(like.device)
 
 
 def _among(part: Tensor, rows: slice | Tensor, num_rows: int, fill: float = 0.0) -> Tensor:

@@ -33,6 +33,12 @@ class Branch:
     scale: float
 
 
+def require_branch_rows(keys: Sequence[Tensor], values: Sequence[Tensor], num_queries: int) -> None:
+    """Raises ValueError unless each branch has a key and a value for each query."""
+    if len(keys) != len(values) or any(part.shape[0] != num_queries for part in (*keys, *values)):
+        raise ValueError(f"Each branch needs a key and a value for each of the {num_queries} query rows.")
+
+
 def merge_branch(trunk: Attended, q: Tensor, branch: Branch) -> Attended:
     """
     Attention over trunk and branch from attention over the trunk.

@@ -12,6 +12,19 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 
+# Whole numbers of at least one.
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "max_position_embeddings",
+)
 # RoPE types whose frequencies do not depend on the length of the text at hand. The others ("dynamic", "longrope")
 # would turn keys already in a cache into keys of another model, and servers disagree on them.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -207,19 +220,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
 
     def _validate(self) -> None:
         """Raises ValueError on settings that make no draft."""
-        sizes = (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-            "draft_vocab_size",
-            "target_hidden_size",
-            "max_position_embeddings",
-        )
-        for name in sizes:
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if self.num_attention_heads % self.num_key_value_heads:

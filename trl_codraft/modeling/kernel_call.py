@@ -6,8 +6,10 @@ Shapes: `Tq` packed query rows, `Hq` query heads, `Dv` head dim of values.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -68,3 +70,13 @@ class Attended(NamedTuple):
 
 # Of queries, keys and values; of one that is not asked for, `None`.
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def rows_of(ranges: Sequence[range], device: torch.device) -> slice | Tensor:
+    """Rows of ranges: a slice (no copy) where each begins at the end of the last, else their indices."""
+    if not ranges:
+        return slice(0, 0)
+    if all(left.stop == right.start for left, right in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    # Built on the CPU: one copy instead of one kernel launch per range.
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in ranges]).to(device)

@@ -45,14 +45,7 @@ class PackedLayout:
     ):
         self.doc_lens = [int(length) for length in doc_lens]
         self.first_valid_root = [0] * len(self.doc_lens) if first_valid_root is None else list(first_valid_root)
-        fits = len(self.first_valid_root) == len(self.doc_lens) and all(
-            0 <= root <= length for root, length in zip(self.first_valid_root, self.doc_lens, strict=True)
-        )
-        if not fits:
-            raise ValueError(
-                f"Each document needs a first valid root between 0 and its length: got {self.first_valid_root} for "
-                f"lengths {self.doc_lens}."
-            )
+        require_roots(self.doc_lens, self.first_valid_root)
         self.doc_starts = [0, *accumulate(self.doc_lens)][:-1]
         self.num_rows = sum(self.doc_lens)
         self.device = torch.device("cpu" if device is None else device)
@@ -107,6 +100,18 @@ class PackedLayout:
     def within(self, offset: int) -> torch.Tensor:
         """`(T,)` bool: whether the token `offset` places after each row lies in the row's document."""
         return self._all_rows + offset <= self._last_rows
+
+
+def require_roots(doc_lens: list[int], first_valid_root: list[int]) -> None:
+    """Raises ValueError unless there is a first valid root for each document, between 0 and its length."""
+    fits = len(first_valid_root) == len(doc_lens) and all(
+        0 <= root <= length for root, length in zip(first_valid_root, doc_lens, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"Each document needs a first valid root between 0 and its length: got {first_valid_root} for lengths "
+            f"{doc_lens}."
+        )
 
 
 @dataclass

@@ -17,25 +17,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from ..configuration_eagle3 import Eagle3DraftConfig, default_tap_layers
+from ..configuration_eagle3 import SIZES, Eagle3DraftConfig, default_tap_layers
 from ..naming import few, shown
 from .foreign_keys import NORM_FLAGS, PARALLEL_DRAFTING_KEYS, ROPE_READ, TAP_KEY, refuse_unread_keys
 
 
 # Read as they are wherever they stand; a value of another kind would surface far from here.
-WHOLE_NUMBERS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "target_num_hidden_layers",
-)
+WHOLE_NUMBERS = (*SIZES, "target_num_hidden_layers")
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # All of these name the plain Llama block; the first is the only one SGLang knows.
 READABLE_ARCHITECTURES = (
