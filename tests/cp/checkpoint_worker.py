@@ -1,7 +1,7 @@
 """
 Ranks of `test_cp_checkpoints.py`: `python checkpoint_worker.py OUT` trains a policy with eager attention under context
-parallelism, with a pretrained draft that rolls out and checkpoints, then resumes, and lets a reward fail; saves what each
-rank saw.
+parallelism, with a pretrained draft that rolls out and checkpoints, then resumes, and lets a reward fail. It saves the
+records of each rank.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """
-Ranks of `test_policy_on_shards.py`: `python policy_worker.py OUT WORLD_SIZE` scores microbatches on shards, family after
-family, and saves values and gradient sums beside those of the plain forward on padded rows.
+Ranks of `test_policy_on_shards.py`: `python policy_worker.py OUT WORLD_SIZE` scores microbatches on shards, family
+after family, and saves values and gradient sums beside the plain forward's on padded rows.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """
-Ranks of `test_sharded_checkpoints.py`: `python sharded_checkpoint_worker.py OUT SIZE` trains a policy that FSDP2 shards,
-with a pretrained draft that rolls out and checkpoints, resumes, and saves what each rank saw.
+Ranks of `test_sharded_checkpoints.py`: `python sharded_checkpoint_worker.py OUT SIZE` trains a policy that FSDP2
+shards, with a pretrained draft that rolls out and checkpoints, resumes, and saves the records of each rank.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """
-Ranks of `test_cp_trainer_faults.py`: `python trainer_fault_worker.py OUT` lets the second of two ranks die or stall in the
-middle of a run, fault after fault, and saves how the other one ended.
+Ranks of `test_cp_trainer_faults.py`: `python trainer_fault_worker.py OUT` lets the second of two ranks die or stall in
+the middle of a run, fault after fault, and saves how the other one ended.
 """
 
 import os

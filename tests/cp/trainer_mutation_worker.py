@@ -1,6 +1,6 @@
 """
-Ranks of `test_cp_trainer_mutations.py`: `python trainer_mutation_worker.py OUT` breaks one thing at a time and trains, and
-saves what the ranks of each broken run saw beside the plain run.
+Ranks of `test_cp_trainer_mutations.py`: `python trainer_mutation_worker.py OUT` breaks one thing at a time and trains,
+and saves the records of each broken run beside the plain run's.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """
 Stand-ins for the packed flash operators of CUDA: torch's and flash-attn 2.8's documented arguments, dense arithmetic
-inside, any dtype on the CPU. They check what the real ones demand: head dims of multiples of 8, int32 offsets, no empty
-document, a contiguous log-sum-exp `(Hq, Tq)`. Masks and windows are aligned at the end of each document.
+inside, any dtype on the CPU. They check the demands of the real ones: head dims of multiples of 8, int32 offsets, no
+empty document, a contiguous log-sum-exp `(Hq, Tq)`. Masks and windows are aligned at the end of each document.
 """
 
 import importlib.metadata

@@ -32,7 +32,7 @@ def branch_mask(num_tokens, num_pass):
 
 
 class ReferenceDraft:
-    """`config`: sizes and flags; `weights`: dict by checkpoint name, leaves that require grad if gradients are wanted."""
+    """`config`: sizes and flags; `weights`: leaves by checkpoint name, which require grad if gradients are wanted."""
 
     def __init__(self, config, weights):
         self.config, self.weights = config, weights

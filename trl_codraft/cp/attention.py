@@ -5,8 +5,8 @@ exact softmax over all of them.
 The backward of every part takes the output and log-sum-exp over all keys; no part needs to know the others
 (derivation: `docs/parallelism.md`, "One softmax over many places").
 
-Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys
-and values.
+Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of
+keys and values.
 """
 
 from collections.abc import Sequence
@@ -39,18 +39,18 @@ def ring_attention(
     """
     Causal attention over documents that are split over the ranks of a group, exact in output and gradients. A call is
     a collective: every rank of the group makes it with its own rows, also a rank without any, and every rank runs its
-    backward. Gradients of `q`, `k`, `v` and `branch` are those of this rank's rows with respect to the sum of all
-    ranks' losses; that of `sinks` is this rank's part of it.
+    backward. `q`, `k`, `v` and `branch` get the gradients of the sum of all ranks' losses; `sinks` get this rank's
+    part.
 
-    With `branch` the queries are the root rows of a draft's later pass: row `r` sees the trunk keys of rows up to `r`
-    and of each branch tensor the key of its own row (EAGLE-3's training-time test,
+    If there is a `branch`, the queries are the root rows of a draft's later pass: row `r` sees the trunk keys of rows
+    up to `r` and of each branch tensor the key of its own row (EAGLE-3's training-time test,
     https://huggingface.co/papers/2503.01840). Kept for the backward are `q`, `k`, `v`, `branch` by reference, the
-    output and the log-sum-exp: linear in passes. Trunk keys travel un-repeated; those of the whole group are never on
-    one rank unless `trunk` is given.
+    output and the log-sum-exp: linear in passes. Trunk keys travel un-repeated; they are never all on one rank unless
+    `trunk` is given.
 
     Args:
         q (`torch.Tensor` of shape `(Ts, Hq, D)`):
-            Queries: all `T` rows of this rank without a branch, else those of `layout.query_rows(1)`.
+            Queries: all `T` rows of this rank without a branch, else the rows `layout.query_rows(1)`.
         k (`torch.Tensor` of shape `(T, Hkv, D)`), v (`torch.Tensor` of shape `(T, Hkv, Dv)`):
             Trunk keys and values of this rank, heads not repeated.
         layout ([`ContextLayout`]):
@@ -78,8 +78,12 @@ def ring_attention(
         RuntimeError: if another rank does not answer within the group's timeout.
     """
     branch_k, branch_v = (list(half) for half in branch) if branch is not None else ([], [])
-    _check(q, k, v, layout, branch is not None, branch_k, branch_v, window, sinks, trunk)
     num_pass = 0 if branch is None else 1
+    _check_rows(q, k, v, layout, num_pass)
+    require_branch_rows(branch_k, branch_v, q.shape[0])
+    _check_settings(q.shape[1], window, sinks)
+    if trunk is not None:
+        _check_gathered(trunk, k, v, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if window is None:
         kernel = choose_shard_kernel(q, v) if kernel is None else kernel
@@ -99,9 +103,9 @@ def ring_attention(
     return MergedAttention.apply(part, scale, q, k, v, sinks, None, *branch_k, *branch_v)
 
 
-def _check(q, k, v, layout, has_branch, branch_k, branch_v, window, sinks, trunk) -> None:
-    """Rows fit the layout, heads each other, settings make sense together."""
-    num_queries = layout.query_rows(1 if has_branch else 0).shape[0]
+def _check_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: ContextLayout, num_pass: int) -> None:
+    """Checks that rows fit the layout and heads each other."""
+    num_queries = layout.query_rows(num_pass).shape[0]
     if q.shape[0] != num_queries or k.shape[0] != layout.num_rows or v.shape[0] != layout.num_rows:
         raise ValueError(
             f"Rank {layout.rank} got {q.shape[0]} queries, {k.shape[0]} keys and {v.shape[0]} values for a layout of "
@@ -113,13 +117,19 @@ def _check(q, k, v, layout, has_branch, branch_k, branch_v, window, sinks, trunk
             f"Heads do not fit: q {tuple(q.shape[1:])}, k {tuple(k.shape[1:])}, v {tuple(v.shape[1:])}. Queries and "
             "keys share a head dim, keys and values their number of heads, which divides that of the queries."
         )
-    require_branch_rows(branch_k, branch_v, num_queries)
+
+
+def _check_settings(num_heads: int, window: int | None, sinks: torch.Tensor | None) -> None:
+    """Checks the window, and that there is a sink for each query head."""
     if window is not None and window < 1:
         raise ValueError(f"A window of {window} tokens shows nothing; pass None for full attention.")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"Expected one sink per query head, {q.shape[1]}, got {tuple(sinks.shape)}.")
-    if trunk is not None:
-        if window is not None:
-            raise ValueError("A window fetches the few rows it needs; do not gather its trunk.")
-        if trunk.store.k.data_ptr() != k.data_ptr() or trunk.store.v.data_ptr() != v.data_ptr():
-            raise ValueError("`trunk` was gathered from other keys and values than these.")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"Expected one sink per query head, {num_heads}, got {tuple(sinks.shape)}.")
+
+
+def _check_gathered(trunk: GatheredKeys, k: torch.Tensor, v: torch.Tensor, window: int | None) -> None:
+    """Checks that a gathered trunk is of these keys, and wanted."""
+    if window is not None:
+        raise ValueError("A window fetches the few rows it needs; do not gather its trunk.")
+    if trunk.store.k.data_ptr() != k.data_ptr() or trunk.store.v.data_ptr() != v.data_ptr():
+        raise ValueError("`trunk` was gathered from other keys and values than these.")

@@ -2,11 +2,11 @@
 The draft on a rank's share of a pack: the unroll, and the loss against teacher rows that may lie on other ranks.
 
 Token ids and masks are known everywhere, so the embedding of a later token costs no message. The teacher's rows are
-hidden states: those that follow a segment are fetched once (`K` rows per segment), never logits.
+hidden states: the `K` rows that follow a segment are fetched once, never logits.
 
 Shapes: `B` rows of a microbatch of `P` + `C` columns, `S` rows of the whole pack, `T` rows of this rank, `Th` halo
-rows of this rank, `K` TTT passes, `H` draft hidden
-size, `Ht` policy hidden size, `n` taps, `Hq` / `Hkv` query / key-value heads, `D` head dim.
+rows of this rank, `K` TTT passes, `H` draft hidden size, `Ht` policy hidden size, `n` taps, `Hq` / `Hkv` query /
+key-value heads, `D` head dim.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class RowsAhead:
     """
     The `reach` rows of the document after each of a rank's segments.
 
-    In *extended* order each segment's rows are followed by its halo, so that what lies `i <= reach` tokens after a row
-    lies `i` places after it.
+    *Extended* order has each segment's halo after its rows, so that the token `i <= reach` tokens after a row lies `i`
+    places after it.
 
     Args:
         layout ([`ContextLayout`]):
@@ -65,7 +65,7 @@ class RowsAhead:
         self.rows, self.places, self._halo_places = (
             torch.cat(none + parts).to(device) for parts in (rows, places, halo_places)
         )
-        # From a place to the row of `cat([own rows, halo])`.
+        # Maps a place to the row of `cat([own rows, halo])`.
         self._stored = torch.empty(place, dtype=torch.int64, device=device)
         self._stored[self.places] = torch.arange(row, device=device)
         self._stored[self._halo_places] = row + torch.arange(place - row, device=device)
@@ -98,7 +98,7 @@ class RowsAhead:
         return (self._stored < self.places.shape[0]).roll(1)
 
     def look(self, values: torch.Tensor, halo: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """What lies `steps` tokens after rows of this rank; `(T, ...)` values and their `(Th, ...)` halo."""
+        """Entries `steps` tokens after rows of this rank; `(T, ...)` values and their `(Th, ...)` halo."""
         stored = self._stored[self.places[rows] + steps]
         num_rows = self.places.shape[0]
         here = stored < num_rows
@@ -111,13 +111,13 @@ class RowsAhead:
 
 class DraftShard:
     """
-    What [`Eagle3DraftModel.unroll`] needs of a layout, for one rank's rows.
+    One rank's rows as [`Eagle3DraftModel.unroll`] reads a layout.
 
     Args:
         context ([`ContextLayout`]):
             The layout.
         ahead ([`RowsAhead`]):
-            With a reach of at least the number of passes.
+            Rows after each segment, with a reach of at least the number of passes.
         halo_embeds (`torch.Tensor` of shape `(Th, H)`):
             Token embeddings of `ahead.rows`.
 
@@ -202,7 +202,7 @@ class PassAttention:
 @dataclass
 class DraftBatchShard:
     """
-    A [`~packing.DraftBatch`] split over a group: what is small lies on every rank, hidden states where they were made.
+    A [`~packing.DraftBatch`] split over a group: ids and masks lie on every rank, hidden states where they were made.
 
     Attributes:
         input_ids (`torch.LongTensor` of shape `(S,)`): token ids of the whole pack.
@@ -234,7 +234,7 @@ def shard_rows(
     layout: ContextLayout,
 ) -> DraftBatchShard:
     """
-    What a microbatch leaves on this rank for its draft; [`~packing.pack_rows`] for a policy that ran on shards.
+    Packs a microbatch for the draft where the policy ran on shards; see [`~packing.pack_rows`].
 
     Args:
         input_ids (`torch.LongTensor` of shape `(S,)`):
@@ -248,7 +248,7 @@ def shard_rows(
         num_passes (`int`):
             TTT passes `K`; decides which rows the later passes need.
         layout ([`ContextLayout`]):
-            Of that forward. Documents after those of the microbatch are not trained on.
+            Layout of that forward. Documents after the microbatch's own are not trained on.
 
     Returns:
         [`DraftBatchShard`]
@@ -277,7 +277,7 @@ def sharded_draft_loss(
 ) -> DraftLoss:
     """
     [`~losses.draft_loss`] of a pack that is split over a group: loss, counters and the draft's gradients are this
-    rank's part, their sums over the group those of the whole pack. A collective, forward and backward: every rank of
+    rank's part, and sum over the group to the whole pack's. A collective, forward and backward: every rank of
     the group calls it and runs the backward of its `loss_sum`, also a rank without rows.
 
     Args:
@@ -302,7 +302,7 @@ def sharded_draft_loss(
             embeds=head.embed(layout.shard(batch.input_ids)),
             layout=DraftShard(layout, ahead, head.embed(batch.input_ids[ahead.rows])),
             valid=batch.valid,
-            # In extended order the teacher of row `r` in pass `s` lies at `r + 1 + s`, as in an unsplit pack.
+            # Extended order keeps the teacher shift of an unsplit pack (`teacher_positions`).
             places=ahead.places,
             last_hidden=ahead.extend(batch.last_hidden),
             counted=ahead.follows_own_row,

@@ -1,10 +1,10 @@
 """
 The load-balancing loss of a mixture of experts when the tokens it is about lie on several ranks.
 
-With `C_e` assignments to expert `e` and `P_e` its summed routing probabilities over all layers and tokens, `N` of them,
-the loss is `E * sum_e (C_e / N) * (P_e / N)` (Switch Transformer, arXiv 2101.03961, equations 4 to 6; as
-`load_balancing_loss_func` of Transformers). It is linear in `P`, and `C` has no gradient: with the counts of the group,
-a rank's own `P` gives its share of the loss and of the gradient.
+The loss is `E * sum_e (C_e / N) * (P_e / N)`, where `C_e` counts the assignments to expert `e`, `P_e` sums its routing
+probabilities, and `N` counts layers times tokens (Switch Transformer, arXiv 2101.03961, equations 4 to 6; as
+`load_balancing_loss_func` of Transformers). It is linear in `P`, and `C` has no gradient: a rank's own `P`, with the
+counts of the group, gives its share of the loss and of the gradient.
 
 Shapes: `T` rows of this rank, `E` experts, `k` experts per token.
 """
@@ -40,7 +40,7 @@ def shared_load_balancing_loss(
 
     Args:
         router_logits (`Sequence[torch.Tensor]` of shape `(T, E)`):
-            Of each layer with a router.
+            Router logits of each layer that has a router.
         counted (`torch.BoolTensor` of shape `(T,)`):
             Rows that count.
         num_experts (`int`), top_k (`int`):
@@ -49,7 +49,8 @@ def shared_load_balancing_loss(
             The ranks; `None` for one process.
 
     Returns:
-        `torch.Tensor` of shape `()`: the loss of all tokens, on every rank; its gradient is that of this rank's tokens.
+        `torch.Tensor` of shape `()`: the loss of all tokens, on every rank; its gradient comes from
+            this rank's tokens.
     """
     dtype = torch.promote_types(torch.float32, router_logits[0].dtype)
     assigned = router_logits[0].new_zeros(num_experts, dtype=dtype)

@@ -102,7 +102,7 @@ def gather_trunk(k: Tensor, v: Tensor, layout: ContextLayout) -> GatheredKeys:
 
 
 class _GatherTrunk(torch.autograd.Function):
-    """The end of the gathered trunk's way back: sends home what all passes have added to the store."""
+    """The end of the gathered trunk's way back: sends home the gradients that all passes have added to the store."""
 
     @staticmethod
     def forward(ctx, k: Tensor, v: Tensor, layout: ContextLayout, store: TrunkStore) -> Tensor:

@@ -1,5 +1,5 @@
 """
-Kernels beyond those of `modeling/attention_kernels.py`: sliding windows, and value heads of another size.
+Kernels that only shards need: sliding windows, and value heads of another size.
 
 Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys and
 values.
@@ -48,7 +48,7 @@ class ChunkedWindowKernel(ChunkedKernel):
             # Chunks no longer than the window: at most half of their scores are masked.
             size = min(self.left + 1, self.max_scores // (q.shape[1] * min(num_keys, 2 * self.left + 1)))
             size = max(1, size)
-            # From a query's row to the row of its key.
+            # Distance from a query's row to the row of its key.
             shift = keys.stop - queries.stop
             for start in range(queries.start, queries.stop, size):
                 rows = slice(start, min(start + size, queries.stop))
@@ -69,7 +69,7 @@ class CudaWindowKernel(CudaFlashKernel):
         left (`int`):
             Keys seen before a query's own.
         operator ([`PackedFlash`], *optional*):
-            As in [`CudaFlashKernel`].
+            See [`CudaFlashKernel`].
     """
 
     def __init__(self, left: int, operator: PackedFlash | None = None):

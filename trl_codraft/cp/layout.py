@@ -1,5 +1,6 @@
 """
-The layout of a pack over a context-parallel group: which rows a rank stores, in which order, and what follows from it.
+The layout of a pack over a context-parallel group: which rows a rank stores, in which order, and the blocks and
+messages that follow.
 
 Every rank builds the layout of all ranks from the same document lengths, so both ends of a message know its size and
 nothing is ever asked of the data.
@@ -54,7 +55,7 @@ class ContextLayout:
         rank (`int`, *optional*):
             Whose share this is; by default this process's rank in `group`, or 0.
         first_valid_root (`Sequence[int]`, *optional*):
-            As in [`PackedLayout`]: per document the first row that passes after 0 compute. `None` keeps every row.
+            Per document, as in [`PackedLayout`], the first row that passes after 0 compute. `None` keeps every row.
         device (`torch.device`, *optional*):
             Where the index tensors live.
 
@@ -133,7 +134,7 @@ class ContextLayout:
                 `"document"`: every document zigzag over all ranks ([`~planner.plan_document`]). `"hybrid"`: long
                 documents zigzag, short ones whole ([`~planner.plan_hybrid`]).
             balance_length (`float`, *optional*, defaults to `16384`):
-                For `"hybrid"`: length at which a document costs as much in attention as in linear layers.
+                Only for `"hybrid"`: length at which a document costs as much in attention as in linear layers.
             first_valid_root, device:
                 See the class.
 
@@ -168,7 +169,7 @@ class ContextLayout:
 
     def shard(self, values: torch.Tensor, offset: int = 0, fill: float | None = None) -> torch.Tensor:
         """
-        This rank's rows of a tensor over the whole pack, or what lies `offset` tokens after them. Shift before
+        This rank's rows of a tensor over the whole pack, or the entries `offset` tokens after them. Shift before
         sharding, never after: the next token of a segment's last row lies on another rank.
 
         Args:
@@ -211,7 +212,7 @@ class ContextLayout:
                 whole[start + piece.start : start + piece.end] = part
         return whole
 
-    # Who sees what
+    # Who sees whom
 
     def local_lens(self, num_pass: int) -> tuple[list[int], list[int]]:
         """
@@ -237,8 +238,8 @@ class ContextLayout:
 
     def window_block(self, left: int, num_pass: int) -> tuple[RowExchange, Block]:
         """
-        For attention to the `left` keys before a row and its own: the exchange of the rows before each segment (the
-        halo), and a block over this rank's rows followed by the halo.
+        The exchange of the rows before each segment (the halo), and a block over this rank's rows followed by the
+        halo, for attention to a row's own key and the `left` keys before it.
         """
         key = (left, num_pass > 0)
         if key not in self._windows:

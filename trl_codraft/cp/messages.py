@@ -2,8 +2,9 @@
 Messages between the ranks of a context-parallel group: hops around a ring, and rows from wherever they lie.
 
 Every call is posted by all ranks of the group in the same order, as one batch, and sizes follow from the layout alone,
-so nothing about them is sent and empty messages are left out on both sides. Tags keep apart what gloo would match by
-order; NCCL goes by the order. A rank that does not answer within the group's timeout is an error that names it.
+so nothing about them is sent and empty messages are left out on both sides. Tags keep apart messages that gloo would
+match by order; NCCL goes by the order. A rank that does not answer within the group's timeout is an error that names
+it.
 
 Shapes: `T` rows of this rank.
 """
@@ -29,7 +30,7 @@ class Pending:
         Waits until all have arrived (on CUDA: until the current stream may use them).
 
         Raises:
-            RuntimeError: if a rank does not answer in time; names what was awaited and from whom.
+            RuntimeError: if a rank does not answer in time; names the awaited message and its sender.
         """
         for index, work in enumerate(self.works):
             try:
@@ -168,7 +169,7 @@ class RowExchange:
         rank (`int`):
             This rank in the group.
         wanted (`list[list[tuple[int, int, int]]]`):
-            For each rank the rows it wants, in order: runs of (owner, first, last + 1) in the owner's storage.
+            The rows that each rank wants, in order: runs of (owner, first, last + 1) in the owner's storage.
         device (`torch.device`):
             Where index tensors live.
         what (`str`):

@@ -36,7 +36,7 @@ def unsupported_by_shards(policy: PreTrainedModel) -> str | None:
             Causal language model, without wrappers.
 
     Returns:
-        `str` or `None`: what stands in the way.
+        `str` or `None`: the obstacle, and what to set.
     """
     name, config = type(policy).__name__, policy.config.get_text_config()
     try:
@@ -47,8 +47,8 @@ def unsupported_by_shards(policy: PreTrainedModel) -> str | None:
     kinds = other_layer_types(config)
     if kinds:
         return (
-            f"{name} has layers of type {kinds}, which carry a state from token to token or attend by other rules than "
-            f"a causal mask or a window; their tokens cannot be split over ranks. {INSTEAD}"
+            f"{name} has layers of type {kinds}, which carry a state from token to token or attend by other rules "
+            f"than a causal mask or a window; their tokens cannot be split over ranks. {INSTEAD}"
         )
     if policy._is_stateful:
         return f"{name} keeps a recurrent state, which cannot be split over ranks. {INSTEAD}"
@@ -75,7 +75,7 @@ def disagreement_with_plain(policy: PreTrainedModel) -> str | None:
             Causal language model with its weights, without wrappers.
 
     Returns:
-        `str` or `None`: what is wrong, or `None` if both agree.
+        `str` or `None`: the disagreement; `None` if both agree.
     """
     device = policy.get_input_embeddings().weight.device
     mask = torch.zeros(len(ROWS), COLUMNS, dtype=torch.long, device=device)

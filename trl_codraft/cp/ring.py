@@ -1,14 +1,14 @@
 """
-The ring step: attention of this rank's queries to keys and values that visit one rank after the other, merged by their
-log-sum-exps, and the way home of the gradients. Forward and backward without autograd; the backward takes the output and
-log-sum-exp over *all* keys, so every block's gradient is exact on its own (`P = exp(S - L)`,
+The ring step: attention of this rank's queries to keys and values that visit one rank after the other, merged by
+their log-sum-exps, and the way home of the gradients. Forward and backward without autograd; the backward takes the
+output and log-sum-exp over *all* keys, so every block's gradient is exact on its own (`P = exp(S - L)`,
 `dS = P (dout v^T - rowsum(dout * out))`).
 
 Two other ways to reach the keys are [`~gathered.GatheredTrunk`], whose blocks were gathered once for all passes, and
 [`~window.WindowTrunk`], which fetches only the rows before each segment.
 
-Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys
-and values.
+Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of
+keys and values.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class TrunkShape:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "TrunkShape":
-        """From `(T, Hkv, D)` keys and `(T, Hkv, Dv)` values."""
+        """Reads the shape off `(T, Hkv, D)` keys and `(T, Hkv, Dv)` values."""
         return cls(k.shape[1], k.shape[2], v.shape[2])
 
     @property
@@ -107,8 +107,8 @@ class RingTrunk:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, need_trunk: bool
     ) -> Gradients:
         """
-        Gradients of `q`, `k`, `v` in the accumulation dtype. With `need_trunk=False` those of `k` and `v` are `None`
-        and nothing travels home; it must be the same on all ranks.
+        Returns the gradients of `q`, `k`, `v` in the accumulation dtype. With `need_trunk=False`, which must be the
+        same on all ranks, the gradients of `k` and `v` are `None` and nothing travels home.
         """
         documents, shape = Documents(*self.layout.local_lens(self.num_pass)), TrunkShape.of(k, v)
         visits = self._visits(k, v)
@@ -146,17 +146,17 @@ class RingTrunk:
             yield grads
 
     def _collect(self, parts: Iterator[Tensor], shape: TrunkShape, dk: Tensor, dv: Tensor) -> None:
-        """Sends the gradients of visiting blocks home and adds what comes home to `dk` and `dv`."""
+        """Sends the gradients of visiting blocks home and adds the arriving ones to `dk` and `dv`."""
         if self.layout.cp_size > 1:
             add_home(self.layout, make_ring(self.layout, shape).send_home(parts), shape, dk, dv)
 
     def _trunk_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
-        """Returns what the backward gives for this rank's rows."""
+        """Returns the gradients that this pass hands to autograd."""
         return dq, dk, dv
 
 
 def add_home(layout: ContextLayout, home: Tensor, shape: TrunkShape, dk: Tensor, dv: Tensor) -> None:
-    """Adds a flat block of gradients to those of this rank's rows."""
+    """Adds a flat block of gradients to `dk` and `dv` of this rank's rows."""
     num_rows = layout.split_rows[layout.rank]
     for total, part in zip((dk, dv), shape.views(home), strict=True):
         total[:num_rows] += part

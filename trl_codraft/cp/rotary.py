@@ -1,6 +1,6 @@
 """
-Rotary embeddings that follow the length of a batch (`dynamic`, `longrope`): on a shard, and on every stage of a pipeline,
-the length that decides is that of the whole microbatch with its padding, as in a forward without parallelism.
+Rotary embeddings that follow the length of a batch (`dynamic`, `longrope`). The whole microbatch with its padding
+decides the length, on a shard and on every stage of a pipeline, as in a forward without parallelism.
 
 Shapes: `T` rows of this rank.
 """
@@ -39,7 +39,7 @@ def decided_by_length(modules: Sequence[nn.Module], length: int) -> Iterator[Non
 
     Args:
         modules (`Sequence[nn.Module]`):
-            Of [`rotary_by_length`].
+            The modules that [`rotary_by_length`] found.
         length (`int`):
             Columns of the microbatch, padding included.
     """
@@ -51,7 +51,7 @@ def decided_by_length(modules: Sequence[nn.Module], length: int) -> Iterator[Non
 
 @contextmanager
 def _as_for(module: nn.Module, length: int) -> Iterator[None]:
-    """One more position, the last of the microbatch, goes in, and its embedding is dropped from what comes out."""
+    """Feeds the module one more position, the last of the microbatch, and drops its embedding from the output."""
 
     def lengthen(_, args, kwargs):
         if "position_ids" in kwargs:

@@ -86,9 +86,9 @@ class RoutedPolicy:
             layout ([`ContextLayout`]):
                 Whose rows are passed to it.
             padded_length (`int`):
-                Columns of the microbatch with padding: what rotary embeddings that follow the length go by.
+                Columns of the microbatch with padding; rotary embeddings that follow the length go by it.
             layers (`Sequence[int]`, *optional*):
-                Those that the forward runs, if not all.
+                Layers that the forward runs; all by default.
 
         Returns:
             `Iterator[dict[str, ShardForward]]`: a keyword argument for the forward.
@@ -116,7 +116,7 @@ class RoutedPolicy:
         self._followed.add(module)
         calls = _RoutedCalls()
         self._handles.append(module.register_forward_pre_hook(calls.enter, with_kwargs=True))
-        # Last in, first out: what several routings of one policy set is put back in reverse.
+        # Last in, first out: the settings of several routings of one policy are put back in reverse.
         self._handles.append(
             module.register_forward_hook(calls.leave, with_kwargs=True, always_call=True, prepend=True)
         )
@@ -207,7 +207,7 @@ def sharded_attention(
         `tuple`: output `(1, T, Hq, Dv)` and `None` for the probabilities.
 
     Raises:
-        ValueError: naming what cannot be honoured.
+        ValueError: naming the setting that cannot be honoured.
     """
     name = type(module).__name__
     if context_parallel is None:
@@ -230,7 +230,7 @@ def sharded_attention(
     context_parallel.attended.append(module)
     context_parallel.policy.follow(module)
     if torch.is_autocast_enabled(query.device.type):
-        # As every matmul under autocast.
+        # Every matmul under autocast computes so.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     window = None if sliding_window is None or sliding_window >= context_parallel.longest else sliding_window
@@ -246,7 +246,7 @@ def sharded_attention(
 
 def no_mask(*, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs) -> None:
     """
-    The mask of a forward on shards: none, because the layout says what is seen.
+    The mask of a forward on shards: none, because the layout says who sees whom.
 
     Raises:
         ValueError: if the policy wants padding or a mask other than causal or a window.

@@ -32,7 +32,7 @@ class PackedMicrobatch:
     that the hooks of every parameter fire on every rank.
 
     Attributes:
-        input_ids (`torch.LongTensor` of shape `(S,)`): all tokens, those that stand in last.
+        input_ids (`torch.LongTensor` of shape `(S,)`): all tokens, stand-ins last.
         columns (`torch.LongTensor` of shape `(S,)`): column of each token in the padded microbatch.
         scored (`torch.LongTensor` of shape `(S,)`): place in the flattened `(B, C)` of each completion token, else -1.
         num_tokens (`int`): tokens of the microbatch itself.
@@ -60,7 +60,7 @@ class PackedMicrobatch:
 
 class ContextSharding:
     """
-    Runs this rank's tokens of a microbatch through the policy, attention reaching those of the other ranks.
+    Runs this rank's tokens of a microbatch through the policy, attention reaching the tokens of the other ranks.
 
     A [`~group.members.Sharding`].
 
@@ -68,7 +68,7 @@ class ContextSharding:
         group (`dist.ProcessGroup`):
             The ranks that split a microbatch.
         unwrap (`Callable[[nn.Module], PreTrainedModel]`):
-            Finds the causal language model in what the trainer passes: without wrappers of DDP or PEFT.
+            Finds the causal language model inside the wrappers of DDP and PEFT.
         mode (`str`, *optional*, defaults to `"hybrid"`):
             `"document"` or `"hybrid"`, see [`ContextLayout.plan`].
     """

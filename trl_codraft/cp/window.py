@@ -1,8 +1,8 @@
 """
 The trunk of a sharded pack under a sliding window: each segment fetches the halo of rows before it.
 
-Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of keys
-and values.
+Shapes: `T` rows of this rank, `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `D` / `Dv` head dims of
+keys and values.
 """
 
 import torch

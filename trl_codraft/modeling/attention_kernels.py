@@ -20,9 +20,9 @@ class AttentionKernel(Protocol):
     """
     One way to compute softmax attention over packed documents. Stateless, no autograd inside.
 
-    Document `i` has `q_lens[i]` query rows and `k_lens[i]` key rows, in pack order. Under a causal mask its queries are
-    the last `q_lens[i]` of its `k_lens[i]` positions and see the keys up to their own; else they see all keys. Lengths
-    of zero are allowed; a query without a key gets output 0 and log-sum-exp `-inf`.
+    Document `i` has `q_lens[i]` query rows and `k_lens[i]` key rows, in pack order. A causal mask makes its queries
+    the last `q_lens[i]` of its `k_lens[i]` positions, which see the keys up to their own; else they see all keys.
+    Lengths of zero are allowed; a query without a key gets output 0 and log-sum-exp `-inf`.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, mask: Mask) -> Attended:

@@ -1,10 +1,10 @@
 """
 Keys that a row shares with no other row, in closed form: the branch of a draft's row, and attention sinks.
 
-With `L` the log-sum-exp over all keys and `delta = rowsum(dout * out)` of the final output, a branch key `b` has score
-`l_b = scale * q . k_b`, weight `w_b = exp(l_b - L)` and `dl_b = w_b (dout . v_b - delta)`. A sink is a key with score
-`sink_h` and value 0, so its gradient is `-sum_rows exp(sink_h - L) delta`. (Softmax over a union of key sets; EAGLE-3's
-training-time test, arXiv 2503.01840, has the branch keys, gpt-oss the sinks.)
+A branch key `b` has score `l_b = scale * q . k_b`, weight `w_b = exp(l_b - L)` and `dl_b = w_b (dout . v_b - delta)`,
+where `L` is the log-sum-exp over all keys and `delta = rowsum(dout * out)` of the final output. A sink is a key with
+score `sink_h` and value 0, so its gradient is `-sum_rows exp(sink_h - L) delta`. (Softmax over a union of key sets;
+EAGLE-3's training-time test, arXiv 2503.01840, has the branch keys, gpt-oss the sinks.)
 
 Shapes: `Ts` rows of the pass, `Hq` / `Hkv` query / key-value heads, `G = Hq / Hkv`, `D` / `Dv` head dims.
 """

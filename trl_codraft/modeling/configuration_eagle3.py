@@ -44,7 +44,7 @@ _ROPE_FIELDS = {
         "truncate",
     ),
 }
-# Those without which there are no frequencies; the rest have defaults.
+# Without these there are no frequencies; the rest have defaults.
 _REQUIRED_ROPE_FIELDS = {**_ROPE_FIELDS, "yarn": ("factor",)}
 # What a policy's configuration must say for a draft to have its sizes.
 _POLICY_FIELDS = ("hidden_size", "vocab_size", "num_hidden_layers")
@@ -53,7 +53,7 @@ _POLICY_FIELDS = ("hidden_size", "vocab_size", "num_hidden_layers")
 def default_tap_layers(num_policy_layers: int) -> list[int]:
     """
     The tap layers of a draft when none are asked for: a low, a middle and a high layer, `[2, n // 2, n - 3]` as in
-    EAGLE-3 and its servers, and what is left of that rule in a policy of fewer than 7 layers.
+    EAGLE-3 and its servers, as far as a policy of fewer than 7 layers has them.
 
     Args:
         num_policy_layers (`int`):
@@ -75,7 +75,7 @@ class Eagle3DraftConfig(PreTrainedConfig):
     r"""
     Configuration of an [`Eagle3DraftModel`]: a plain Llama block (no biases, no query/key norm) that reads hidden
     states of the policy and predicts its next tokens (EAGLE-3, https://huggingface.co/papers/2503.01840). Field names
-    are those of the checkpoint format that vLLM, SGLang and speculators share.
+    follow the checkpoint format that vLLM, SGLang and speculators share.
 
     Args:
         hidden_size (`int`, *optional*, defaults to `4096`):
@@ -171,10 +171,10 @@ class Eagle3DraftConfig(PreTrainedConfig):
         parameters in a plain Llama block.
 
         A RoPE type whose frequencies follow the length of the text (`"dynamic"`, `"longrope"`) or that rotates in its
-        own way becomes plain RoPE at the policy's `rope_theta`; of per-layer-type parameters those of full attention
-        are taken, of sizes that differ between layers those of the first. A mixture of experts gets one dense MLP as wide
-        as its active experts, within 2 to 4 times `hidden_size`; latent attention and state-space models get
-        ordinary heads of width 128.
+        own way becomes plain RoPE at the policy's `rope_theta`. Full attention decides where layer types differ in
+        their RoPE parameters, the first layer where layers differ in their sizes. A mixture of experts gets one dense
+        MLP as wide as its active experts, within 2 to 4 times `hidden_size`; latent attention and state-space models
+        get ordinary heads of width 128.
 
         Args:
             policy_config ([`~transformers.PreTrainedConfig`]):
@@ -199,8 +199,8 @@ class Eagle3DraftConfig(PreTrainedConfig):
         missing = [name for name in _POLICY_FIELDS if getattr(text_config, name, None) is None]
         if missing:
             raise ValueError(
-                f"The configuration of model type `{policy_config.model_type}` has no {missing}, from which a draft takes its "
-                "sizes. Set `use_draft=False` to train without a draft."
+                f"The configuration of model type `{policy_config.model_type}` has no {missing}, from which a "
+                "draft takes its sizes. Set `use_draft=False` to train without a draft."
             )
         # Layers may differ in their heads (Gemma 4) or MLPs, and such a configuration refuses to give one for all.
         first_layer = text_config.per_layer_config[0]

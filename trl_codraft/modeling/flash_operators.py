@@ -1,7 +1,7 @@
 """
 Packed flash attention on CUDA: the operator that ships with torch and the one of the package flash-attn (the `[flash]`
-extra), with the same calls. Documents lie one after the other, none may be empty, causal masks and windows are aligned at
-the end of each document, and the backward may be given the output and log-sum-exp over further keys.
+extra), with the same calls. Documents lie one after the other, none may be empty, causal masks and windows are aligned
+at the end of each document, and the backward may be given the output and log-sum-exp over further keys.
 
 Shapes: `Tq` / `Tk` packed query / key rows, `Hq` / `Hkv` query / key-value heads, `D` head dim.
 """
@@ -67,7 +67,7 @@ class TorchFlash:
             *_offsets_and_lengths(documents, q.device),
             0.0,
             mask.causal,
-            # Without dropout the kernel does not read the random state; these are the placeholders torch itself passes.
+            # The kernel reads no random state without dropout; these are the placeholders torch itself passes.
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
             scale=mask.scale,

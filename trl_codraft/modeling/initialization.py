@@ -17,8 +17,8 @@ from .teacher import PolicyHead
 
 
 # Measured on SmolLM2-135M (3 passes, 2230 draft tokens, AdamW 1e-3, held-out loss per token of pass 0): after 20 steps
-# 3.7 with the last tap passed through, this noise and this spread; 5.0 with the policy's final norm unscaled (it starts
-# at 13.3 instead of 6.2); 4.9 with a random `fc` and the norm unscaled (starts at 23.2).
+# 3.7 with the last tap passed through, this noise and this spread; 5.0 with the policy's final norm unscaled (it
+# starts at 13.3 instead of 6.2); 4.9 with a random `fc` and the norm unscaled (starts at 23.2).
 _NOISE = 0.5
 _LOGIT_SPREAD = 1.6
 
@@ -26,7 +26,8 @@ _LOGIT_SPREAD = 1.6
 def fill_at_random(modules: Iterable[nn.Module], seed: int, std: float | None = None) -> None:
     """
     Fills the draft's linears with normal numbers and sets its norms to ones; weights on the meta device are left out.
-    Numbers are drawn on the CPU in float32 from a generator of our own: equal on every device and rank, and the global random state does not move.
+    Numbers are drawn on the CPU in float32 from a generator of our own: equal on every device and rank, and the global
+    random state does not move.
 
     Args:
         modules (`Iterable[nn.Module]`):
@@ -55,7 +56,7 @@ def initialize_draft(
     tap_scales: Sequence[float] | torch.Tensor | None = None,
     seed: int = 0,
 ) -> None:
-    """What [`Eagle3DraftModel.initialize_from_policy`] does, and documents."""
+    """Does the work of [`Eagle3DraftModel.initialize_from_policy`], and is documented there."""
     config = draft.config
     weight = head.weight
     if final_norm_weight is None:
@@ -135,15 +136,20 @@ def _final_norm_weight(policy: nn.Module, size: int) -> torch.Tensor | None:
     return effective_norm_weight(norms[-1]) if norms else None
 
 
-def _checked(draft: nn.Module, weight, final_norm_weight, tap_scales) -> list[float]:
+def _checked(
+    draft: nn.Module,
+    weight: torch.Tensor,
+    final_norm_weight: torch.Tensor | None,
+    tap_scales: Sequence[float] | torch.Tensor | None,
+) -> list[float]:
     """The scale of each tap, after checking that everything fits the draft."""
     config = draft.config
     num_taps = len(config.tap_layers)
     # Heads may be padded beyond the vocabulary.
     if weight.shape[0] < config.vocab_size or weight.shape[1] != config.hidden_size:
         raise ValueError(
-            f"The policy's head is {tuple(weight.shape)}, the draft needs ({config.vocab_size}, {config.hidden_size}). "
-            "Build its configuration with `Eagle3DraftConfig.from_policy`."
+            f"The policy's head is {tuple(weight.shape)}, the draft needs ({config.vocab_size}, {config.hidden_size})"
+            ". Build its configuration with `Eagle3DraftConfig.from_policy`."
         )
     if final_norm_weight is not None and final_norm_weight.shape != (config.hidden_size,):
         raise ValueError(

@@ -68,7 +68,7 @@ class Attended(NamedTuple):
         return Attended(self.out[rows], self.lse[rows])
 
 
-# Of queries, keys and values; of one that is not asked for, `None`.
+# Gradients of queries, keys and values; `None` for one that is not asked for.
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 

@@ -73,7 +73,7 @@ class DraftRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, inputs: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """`(..., size)` normed, in `dtype` (that of the input if not given)."""
+        """`(..., size)` normed, in `dtype` (the input's if not given)."""
         dtype = inputs.dtype if dtype is None else dtype
         wide = torch.promote_types(torch.promote_types(inputs.dtype, self.weight.dtype), torch.float32)
         return F.rms_norm(inputs.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(dtype)
@@ -160,8 +160,8 @@ class DraftAttention(nn.Module):
     def forward(
         self,
         inputs: torch.Tensor,
-        rotation,
-        attend: Callable,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
         compute_dtype: torch.dtype,
         columns: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -5,10 +5,10 @@ Shapes: `T` packed tokens, `K` TTT passes, `N_s` valid rows of pass `s`, `N` the
 teacher positions of a chunk, `H` draft hidden size, `Ht` policy hidden size, `V` policy vocabulary, `Vd` draft
 vocabulary.
 
-Which position teaches which row is said in [`~teacher.teacher_positions`]. Passes overlap in their teacher positions, so
-one sweep over positions computes each teacher row once and serves all passes. Student logits, their
-gradient and the head's gradient are finished inside the sweep (as in Liger's fused linear cross-entropy): no
-`(rows, V)` tensor outlives a chunk, and the backward only scales.
+[`~teacher.teacher_positions`] says which position teaches which row. Passes overlap in their teacher positions, so one
+sweep over positions computes each teacher row once and serves all passes. Student logits, their gradient and the
+head's gradient are finished inside the sweep (as in Liger's fused linear cross-entropy): no `(rows, V)` tensor
+outlives a chunk, and the backward only scales.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def zero_counters(num_passes: int, device: torch.device) -> dict[str, Tensor]:
 @dataclass(frozen=True)
 class LossSettings:
     """
-    What the draft's loss is computed with.
+    Settings of the draft's loss.
 
     Args:
         num_passes (`int`):
@@ -93,12 +93,12 @@ class LossSettings:
 class LossRows:
     """
     A pack, or one rank's share of it, as [`loss_over_rows`] reads it. Hidden states that teach lie in an order of
-    *places*, in which what lies `i` tokens after a row lies `i` places after it; there may be more places than rows.
+    *places*: the token `i` tokens after a row lies `i` places after it. There may be more places than rows.
 
     Attributes:
         taps (`torch.Tensor` of shape `(T, n*Ht)`): tap layers side by side.
         embeds (`torch.Tensor` of shape `(T, H)`): the policy's embedding of each row's own token.
-        layout ([`PackedLayout`] or the like): what [`Eagle3DraftModel.unroll`] needs of the rows.
+        layout ([`PackedLayout`] or the like): the rows, for [`Eagle3DraftModel.unroll`].
         valid (`Callable`): `(T,)` bool of a pass: rows whose target counts.
         places (`torch.LongTensor` of shape `(T,)`): place of each row, ascending.
         last_hidden (`torch.Tensor` of shape `(places, Ht)`): the policy's output at each place.
@@ -119,7 +119,7 @@ class LossRows:
 
 def draft_loss(draft: Eagle3DraftModel, head: PolicyHead, batch: DraftBatch, **settings: Any) -> DraftLoss:
     """
-    Soft cross-entropy of a draft against the policy over all TTT passes, plus what the metrics need.
+    Soft cross-entropy of a draft against the policy over all TTT passes, and the counters of the metrics.
 
     Args:
         draft ([`Eagle3DraftModel`]):
@@ -155,7 +155,7 @@ def loss_over_rows(draft: Eagle3DraftModel, head: PolicyHead, rows: LossRows, se
         draft ([`Eagle3DraftModel`]), head ([`PolicyHead`]):
             Draft and teacher.
         rows ([`LossRows`]):
-            What is learned from.
+            The rows to learn from.
         settings ([`LossSettings`]):
             See there.
 
@@ -237,7 +237,7 @@ class _GivenGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a second backward through the same graph raises instead of scaling twice.
+        # The scaling is in place: a second backward through the same graph raises instead of scaling twice.
         weight_grad, *row_grads = (None if grad is None else grad.mul_(grad_output) for grad in ctx.saved_tensors)
         return None, None, weight_grad, *row_grads
 
@@ -392,7 +392,7 @@ class _Teacher:
     """
     Teacher distributions of one chunk of positions, `c` rows.
 
-    `probs` is renormalised over the draft vocabulary, `rollout_probs` is not: there a token outside counts as rejected.
+    `probs` is renormalised over the draft vocabulary, `rollout_probs` is not: a token outside counts as rejected.
     `keep` is False where the most likely token lies outside; `top1` is that token in the draft's ids.
     """
 
@@ -426,7 +426,7 @@ def _probs_and_coverage(inside: Tensor, logits: Tensor, temperature: float) -> t
         return probs, torch.ones_like(probs[:, 0])
     if temperature != 1.0:
         inside, logits = inside / temperature, logits / temperature
-    # In log space: the share may underflow, the renormalised probabilities must not.
+    # The sums stay in log space: the share may underflow, the renormalised probabilities must not.
     coverage = (inside.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp_()
     return torch.softmax(inside, dim=-1), coverage
 

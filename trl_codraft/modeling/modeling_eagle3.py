@@ -21,7 +21,7 @@ from .packing import PackedLayout
 from .teacher import PolicyHead
 
 
-# Of a mask that is built in pieces, one byte an entry.
+# A mask is built in pieces of at most this many bytes, one an entry.
 MAX_MASK_BYTES = 2**26
 
 
@@ -138,8 +138,7 @@ class Eagle3DraftModel(nn.Module):
 
     def feedback(self, hidden: torch.Tensor) -> torch.Tensor:
         """
-        What the next pass, or the next draft step, reads as its hidden input: the output, after the final norm if
-        `norm_output`.
+        The hidden input of the next pass or the next draft step: the output, after the final norm if `norm_output`.
 
         Args:
             hidden (`torch.Tensor` of shape `(..., H)`):
@@ -259,9 +258,9 @@ class Eagle3DraftModel(nn.Module):
                 [`~transformers.DynamicCache`]):
                 Receives `(B, Hkv, q, D)` keys and values and returns all of them, `(B, Hkv, kv, D)`.
             attention_mask (`torch.BoolTensor` of shape `(B, 1, q, kv)` or `Callable`, *optional*):
-                True where a row sees a key; or what returns that for a slice of the `q`, or for the columns `(B,)`, of which
-                it is then asked no more at once than fit into 64 MiB. `None`: every row sees all keys up to its own, the
-                last `q` of the `kv`.
+                True where a row sees a key. A callable returns it for a slice of the `q` or for the columns `(B,)`,
+                and is asked for at most 64 MiB at once. `None`: every row sees all keys up to its own, the last `q` of
+                the `kv`.
             columns (`torch.LongTensor` of shape `(B,)`, *optional*):
                 The one column of each row whose output is wanted; needs `attention_mask`. The last layer then computes
                 only keys and values at the others.
@@ -281,9 +280,16 @@ class Eagle3DraftModel(nn.Module):
         with _outside_autocast(hidden):
             return self._run_layers(hidden, token_embeds, position_ids, attend, columns)
 
-    def _run_layers(self, hidden, embeds, position_ids, attend, columns=None) -> torch.Tensor:
+    def _run_layers(
+        self,
+        hidden: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        columns: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """
-        All layers over rows of any leading shape; `attend(layer, q, k, v)` owns the keys. `columns` as in `step`.
+        Runs all layers over rows of any leading shape; `attend(layer, q, k, v)` owns the keys. `columns` as in `step`.
         """
         hidden, embeds = hidden.to(self.compute_dtype), embeds.to(self.compute_dtype)
         rotation = self.rotary(position_ids, self.compute_dtype)
@@ -311,7 +317,7 @@ class Eagle3DraftModel(nn.Module):
             head ([`PolicyHead`]):
                 The policy's head.
             final_norm_weight (`torch.Tensor` of shape `(H,)`, *optional*):
-                What the policy's final norm multiplies by; read off the policy if not given.
+                Factors of the policy's final norm; read off the policy if not given.
             tap_scales (`Sequence[float]` or `torch.Tensor`, *optional*):
                 Size of a typical token's entries in each tap (see [`~initialization.tap_log_scales`]); ones if not
                 given. With `fc_norm` or `norm_before_fc` the taps arrive normed and the scales are not used.
@@ -326,12 +332,12 @@ class Eagle3DraftModel(nn.Module):
     # Disk
 
     def save_pretrained(self, path, **kwargs) -> None:
-        """Writes the draft as one folder for vLLM, SGLang and speculators; see [`~checkpoint.save_draft`]."""
+        """Writes the draft as one folder for vLLM, SGLang and speculators; see [`~disk.tensors.save_draft`]."""
         save_draft(self, path, **kwargs)
 
     @classmethod
     def from_pretrained(cls, path_or_repo, **kwargs) -> "Eagle3DraftModel":
-        """Reads a draft from a folder or a Hub repository; see [`~checkpoint.load_draft`]."""
+        """Reads a draft from a folder or a Hub repository; see [`~disk.tensors.load_draft`]."""
         return load_draft(cls, path_or_repo, **kwargs)
 
 
@@ -368,7 +374,7 @@ def _cached_attention(
     if mask is None and num_new > 1:
         mask = torch.ones(num_new, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_new)
     if q.is_cuda and mask is not None:
-        # With a mask only the memory-efficient kernel avoids the whole score matrix there, and it knows no shared heads.
+        # Only the memory-efficient kernel takes a mask without the whole score matrix, and it knows no shared heads.
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     settings = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if not callable(mask):

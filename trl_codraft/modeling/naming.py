@@ -1,4 +1,4 @@
-"""Lists inside messages: a few by name, the rest counted, so that a message is read whatever it is about."""
+"""Naming things in messages: a few by name, the rest counted, long values cut, so that a message stays readable."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -14,7 +14,7 @@ import torch
 
 class PackedLayout:
     """
-    Where the documents of a pack lie, and which rows each TTT pass computes.
+    The places of documents in a pack, and the rows that each TTT pass computes.
 
     Pass 0 runs on every row, because its keys are the trunk. Later passes run on the suffix of each document that
     starts at its first root with a valid target in a pass after 0, and on no row of a document without one.
@@ -80,7 +80,7 @@ class PackedLayout:
 
     def shifted(self, values: torch.Tensor, offset: int, num_pass: int) -> torch.Tensor:
         """
-        What lies `offset` tokens after each row of a pass, in the row's own document.
+        Entries `offset` tokens after each row of a pass, in the row's own document.
 
         Args:
             values (`torch.Tensor` of shape `(T, ...)`):
@@ -117,7 +117,7 @@ def require_roots(doc_lens: list[int], first_valid_root: list[int]) -> None:
 @dataclass
 class DraftBatch:
     """
-    What a microbatch leaves for its draft: packed, detached, nothing padded.
+    The tokens and hidden states of a microbatch for its draft: packed, detached, nothing padded.
 
     Attributes:
         input_ids (`torch.LongTensor` of shape `(T,)`): token ids.
@@ -212,7 +212,7 @@ def pack_rows(
 
 def first_roots(trained: torch.Tensor, keep: torch.Tensor, num_passes: int) -> torch.Tensor:
     """
-    Where later passes begin.
+    First rows of later passes.
 
     Args:
         trained (`torch.BoolTensor` of shape `(B, S)`):

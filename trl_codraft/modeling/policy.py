@@ -1,6 +1,6 @@
 """
-Facts about a policy: which module it is and what it calls itself, its decoder, its layer types, its rotary embeddings,
-its dropout, what another stage of a pipeline owns, and a small copy to see what its class computes.
+Facts about a policy: which module it is, its name, decoder, layer types, rotary embeddings and dropout, the modules
+that another stage of a pipeline owns, and a small copy for tests of its class.
 """
 
 import copy
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 # Layers whose attention is a causal mask, perhaps with a window, and whose cache holds keys and values.
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Sizes of policies that are made to see what their class computes.
+# Sizes of small policies for tests of a class.
 SMALL_VOCABULARY, SMALL_WINDOW = 64, 4
 
 
@@ -89,7 +89,7 @@ def follows_length(module: nn.Module) -> bool:
 
 
 def dropout_reason(policy: PreTrainedModel, training: bool) -> str | None:
-    """Which dropout makes the policy's forwards random, and what to set instead; `None` if nothing does."""
+    """Names the dropout that makes forwards random in training, and the setting to change; `None` without one."""
     if not training:
         return None
     active = next(
@@ -111,7 +111,7 @@ def dropout_reason(policy: PreTrainedModel, training: bool) -> str | None:
 def two_layer_copy(policy: nn.Module) -> nn.Module:
     """
     A policy of the same class, device and dtype with two layers, a small vocabulary and weights of its own: for tests
-    of what the class computes.
+    of the class.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):

@@ -39,7 +39,7 @@ class TapRecord:
         taps (`list[torch.Tensor]`):
             One detached `(B, S, Ht)` tensor per tap layer, ascending.
         last_hidden (`torch.Tensor`):
-            Detached `(B, S, Ht)` output of the decoder, after the final norm: what the policy's head reads.
+            Detached `(B, S, Ht)` output of the decoder, after the final norm, the input of the policy's head.
     """
 
     def __init__(self, tap_layers: Sequence[int]):
@@ -73,8 +73,8 @@ class TapRecorder:
     Hooks stay on the modules, but only forwards inside [`~TapRecorder.record`] leave anything behind, so rollouts,
     reference and evaluation forwards are not affected.
 
-    A policy can be copied and pickled with its hooks. Those of the copy belong to a copy of the recorder, which nobody
-    has unless both are copied together: forwards of the copy leave nothing behind in the original's record.
+    A policy can be copied and pickled with its hooks. The hooks of the copy belong to a copy of the recorder, which
+    nobody has unless both are copied together: forwards of the copy leave nothing behind in the original's record.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -83,8 +83,8 @@ class TapRecorder:
             Tap ids, strictly ascending.
 
     Raises:
-        ValueError: if an id lies outside `0..n`, the ids are not strictly ascending, or the policy has several hidden states
-            per token.
+        ValueError: if an id lies outside `0..n`, the ids are not strictly ascending, or the policy has several hidden
+            states per token.
     """
 
     def __init__(self, policy: nn.Module, tap_layers: Sequence[int]):
@@ -170,8 +170,8 @@ class TapRecorder:
         self._record._last_hidden = last_hidden.detach()
 
 
-def _several_states(policy_name: str, what: str) -> str:
+def _several_states(policy_name: str, found: str) -> str:
     return (
-        f"{policy_name} carries several hidden states of each token from layer to layer, or others than its head reads "
-        f"({what}); a draft reads one. Set `use_draft=False` to train it without a draft."
+        f"{policy_name} carries several hidden states of each token from layer to layer, or others than its head "
+        f"reads ({found}); a draft reads one. Set `use_draft=False` to train it without a draft."
     )

@@ -1,8 +1,8 @@
 """
 The teacher: the policy's own next-token distribution, computed from its last hidden state and its live head.
 
-The teacher shift: root row `r` predicts token `r+2+s` in pass `s`, and the policy predicts the token after the one that
-it reads, so the row is taught by the policy's distribution at position `r+1+s` ([`teacher_positions`]).
+The teacher shift: root row `r` predicts token `r+2+s` in pass `s`, and the policy predicts the token after the one
+that it reads, so the row is taught by the policy's distribution at position `r+1+s` ([`teacher_positions`]).
 
 Shapes: `n` rows, `Ht` policy hidden size, `V` policy vocabulary.
 """
@@ -19,7 +19,8 @@ from .policy import is_elsewhere, name_of
 
 def teacher_positions(roots: torch.Tensor, num_pass: int) -> torch.Tensor:
     """
-    Positions at which the policy teaches the rows of a pass (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2).
+    Positions at which the policy teaches the rows of a pass (EAGLE-3's training-time test, arXiv 2503.01840,
+    section 3.2).
 
     Args:
         roots (`torch.LongTensor` of shape `(n,)`):
@@ -38,7 +39,7 @@ class PolicyHead:
     The policy's language-model head and input embedding, read live: every use sees the weights as they are now, so the
     teacher follows the policy through its updates and nothing is copied. Everything returned is detached.
 
-    Logit rules are those of TRL's fused head (`trl.trainer.utils.add_fused_lm_head`): `logits = (W h + b) * scale`,
+    Logits follow the rules of TRL's fused head (`trl.trainer.utils.add_fused_lm_head`): `logits = (W h + b) * scale`,
     then `cap * tanh(logits / cap)` where the policy caps its logits; the temperature is left out.
 
     Args:
@@ -165,16 +166,16 @@ def _whole(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _check_rows(policy_name: str, head: nn.Module, vocab_size: int) -> None:
-    """Refuses a head without a row for each token. Of a policy in stages, the ranks that have its head look."""
+    """Refuses a head without a row for each token. A rank whose stage has no head does not look."""
     # Quantised weights are stored in shapes of their own.
     if is_elsewhere(head) or not head.weight.is_floating_point():
         return
     weight = head.weight
     if weight.shape[0] < vocab_size:
         raise ValueError(
-            f"The head of {policy_name} has {weight.shape[0]} rows, its config says `vocab_size={vocab_size}`: the draft would "
-            "be taught tokens that have no logit. Call `resize_token_embeddings`, which changes both, or set "
-            "`use_draft=False`."
+            f"The head of {policy_name} has {weight.shape[0]} rows, its config says `vocab_size={vocab_size}`: the "
+            "draft would be taught tokens that have no logit. Call `resize_token_embeddings`, which changes both, or "
+            "set `use_draft=False`."
         )
 
 
@@ -195,8 +196,8 @@ def _check_plain(policy_name: str, role: str, module: nn.Module | None) -> None:
     """Refuses a missing embedding and one whose PEFT adapter would be left out by reading `.weight`."""
     if module is None:
         raise ValueError(
-            f"{policy_name} has no {role} embeddings, which the draft reads. Set `use_draft=False` to train it without "
-            "a draft."
+            f"{policy_name} has no {role} embeddings, which the draft reads. Set `use_draft=False` to train it "
+            "without a draft."
         )
     # LoRA wraps a `base_layer`; trained rows (`trainable_token_indices`) live in a `token_adapter`.
     if not {"base_layer", "token_adapter"}.isdisjoint(dict(module.named_children())):

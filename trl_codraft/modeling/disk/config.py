@@ -2,9 +2,9 @@
 The `config.json` of a draft: one file that vLLM, SGLang and speculators all read the same way.
 
 Three readers, one file. vLLM and speculators follow `speculators_model_type` and build the draft from
-`transformer_layer_config` plus a few top-level keys; SGLang reads the flat Llama keys and nothing else; vLLM falls back
-to the flat keys too when the speculators keys are removed. Every value is therefore written in each place a reader
-looks for it, and never left to a default, because the defaults of the readers differ.
+`transformer_layer_config` plus a few top-level keys; SGLang reads the flat Llama keys and nothing else; vLLM falls
+back to the flat keys too when the speculators keys are removed. Every value is therefore written in each place a
+reader looks for it, and never left to a default, because the defaults of the readers differ.
 
 Tap ids, the one key with two meanings: at top level id `i` is the input of decoder layer `i` (vLLM, speculators, this
 package); inside `eagle_config` id `i` is the *output* of layer `i` (SGLang, SpecForge), one less for the same tensor.
@@ -50,7 +50,7 @@ MEANING_KEYS = (
     "num_aux_hidden_states",
 )
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
-# What every reader falls back to, and what transformers' Llama configuration uses.
+# Every reader falls back to this, and transformers' Llama configuration uses it.
 DEFAULT_ROPE_THETA = 10000.0
 
 
@@ -172,7 +172,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 
 def check_sections(raw: Mapping[str, Any]) -> None:
     """
-    Checks that what must be a JSON object, a whole number or a list of names is one, or absent.
+    Checks the kinds of values: JSON objects, whole numbers, lists of names. Each may be absent.
 
     Raises:
         ValueError: naming the key.
@@ -201,7 +201,7 @@ def layer_section(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the decoder layer: `transformer_layer_config` where speculators readers look, else the flat file."""
     if not raw.get("transformer_layer_config"):
         return dict(raw)
-    # speculators writes only what differs from the defaults of the configuration class.
+    # speculators writes only values that differ from the defaults of the configuration class.
     defaults = LlamaConfig()
     filled = {key: getattr(defaults, key) for key in (*REQUIRED_KEYS, "num_hidden_layers", "max_position_embeddings")}
     return {**filled, **raw["transformer_layer_config"]}
@@ -227,19 +227,19 @@ def rope_from_disk(layer: Mapping[str, Any]) -> dict[str, Any]:
     rope = rope or scaling
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
-            f"The draft's `rope_parameters` hold one set per layer type ({sorted(rope)}); a draft layer needs one flat "
-            "set. Keep the set the draft was trained with."
+            f"The draft's `rope_parameters` hold one set per layer type ({sorted(rope)}); a draft layer needs one "
+            "flat set. Keep the set the draft was trained with."
         )
     rope.pop("type", None)
     rope["rope_type"] = rope.get("rope_type") or "default"
     given = [section["rope_theta"] for section in (rope, layer) if section.get("rope_theta") is not None]
     if len(set(given)) > 1:
         raise ValueError(
-            f"The draft's config.json says two values of `rope_theta`: {given[0]} in its RoPE parameters, {given[1]} beside "
-            "them. Keep the one the draft was trained with."
+            f"The draft's config.json says two values of `rope_theta`: {given[0]} in its RoPE parameters, {given[1]} "
+            "beside them. Keep the one the draft was trained with."
         )
     rope["rope_theta"] = given[0] if given else DEFAULT_ROPE_THETA
-    # Without what says nothing of a draft: neutral keys, checked in `foreign_keys.py`, and nulls.
+    # Neutral keys, checked in `foreign_keys.py`, and nulls say nothing of a draft.
     return {key: value for key, value in rope.items() if key in ROPE_READ and value is not None}
 
 
@@ -275,8 +275,8 @@ def _read_flag(raw: Mapping[str, Any], flag: str) -> bool:
     found = [section[flag] for section in (raw, raw.get("eagle_config") or {}) if section.get(flag) is not None]
     if not all(isinstance(value, bool) for value in found) or len(set(found)) > 1:
         raise ValueError(
-            f"`{flag}` in the draft's config.json must be true or false, the same at top level and in `eagle_config`: found "
-            f"{found}."
+            f"`{flag}` in the draft's config.json must be true or false, the same at top level and in `eagle_config`: "
+            f"found {found}."
         )
     return found[0] if found else False
 
@@ -300,8 +300,8 @@ def refuse_foreign_config(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"The draft is of kind {kind!r}; only 'eagle3' can be read.")
     if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise ValueError(
-            "The draft reads no hidden states of inner layers (`use_aux_hidden_state: false` in `eagle_config`), which is "
-            "not supported. Use an EAGLE-3 draft that does."
+            "The draft reads no hidden states of inner layers (`use_aux_hidden_state: false` in `eagle_config`), "
+            "which is not supported. Use an EAGLE-3 draft that does."
         )
     for key in ("attention_bias", "mlp_bias", "bias"):
         if layer.get(key):
@@ -355,7 +355,7 @@ def config_from_disk(
         raw (`Mapping[str, Any]`):
             Parsed JSON.
         policy_config ([`~transformers.PreTrainedConfig`], *optional*):
-            The policy's text configuration, for what the file leaves out (tap layers, `target_hidden_size`, a
+            The policy's text configuration, for keys that the file leaves out (tap layers, `target_hidden_size`, a
             `max_position_embeddings` shorter than the policy's).
         num_layers (`int`, *optional*):
             Layers that the tensors hold. They decide: some files hold the policy's number.
@@ -378,8 +378,8 @@ def config_from_disk(
     counted = layer.get("num_aux_hidden_states") or raw.get("num_aux_hidden_states")
     if counted not in (None, len(taps)):
         raise ValueError(
-            f"`num_aux_hidden_states` in the draft's config.json is {shown(counted)}, but there are {len(taps)} tap layers: "
-            f"{taps}. Write the tap layers the draft was trained with in `{TAP_KEY}`."
+            f"`num_aux_hidden_states` in the draft's config.json is {shown(counted)}, but there are {len(taps)} tap "
+            f"layers: {taps}. Write the tap layers the draft was trained with in `{TAP_KEY}`."
         )
     rope = rope_from_disk(layer)
     num_policy_layers = raw.get("target_num_hidden_layers")

@@ -1,6 +1,6 @@
 """
-A draft folder: `config.json` beside safetensors (or older `.bin`) weights, local or from the Hub. Knows nothing of what
-is inside.
+A draft folder: `config.json` beside safetensors (or older `.bin`) weights, local or from the Hub. Knows nothing of
+what is inside.
 """
 
 import json
@@ -24,7 +24,7 @@ from ..naming import few
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 LFS_POINTER = b"version https://git-lfs"
-# In the order in which servers look for them.
+# Servers look for them in this order.
 WEIGHT_FILES = (
     "model.safetensors.index.json",
     WEIGHTS_NAME,
@@ -119,8 +119,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def stray_weight_files(folder: Path) -> list[str]:
     """
-    Names of safetensors files that are not the draft's as this package and transformers read it. A server that finds no
-    index loads all safetensors files of the folder, one over the other.
+    Names of safetensors files that are not the draft's as this package and transformers read it. A server that finds
+    no index loads all safetensors files of the folder, one over the other.
     """
     files = weight_files(folder)
     if files[0].suffix != ".safetensors" or (folder / WEIGHT_FILES[0]).is_file():
@@ -237,7 +237,7 @@ def write_folder(
         texts (`Mapping[str, str]`, *optional*):
             More files: name to content.
         check (`Callable[[Path], None]`, *optional*):
-            Called on the sibling folder before anything is moved; what it raises leaves `path` untouched.
+            Called on the sibling folder before anything is moved; an error in it leaves `path` untouched.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """
-What the keys of a draft's `config.json` mean to this package, whoever wrote the file: the keys that flat files (EAGLE,
-SpecForge, SGLang, vLLM), ModelOpt's and those of speculators use, and those of the Llama family around them.
+The meaning of each key of a draft's `config.json` to this package, whoever wrote the file: keys of flat files (EAGLE,
+SpecForge, SGLang, vLLM), of ModelOpt, of speculators, and of the Llama family around them.
 
-A key is one of four things. It is *read*. Or it is *neutral*: the draft has one way to compute what the key is about, and
-the key must say that way. Or it is *without effect* on what the draft computes, for a reason that stands here. Or it is
+A key is one of four things. It is *read*. Or it is *neutral*: the draft computes the thing in one way, and the key
+must say that way. Or it is *without effect* on the draft's mathematics, for a reason that stands here. Or it is
 unknown; then it may change the draft's mathematics, and is refused unless it is null. Whoever knows better removes the
 key from a copy of the file.
 """
@@ -56,7 +56,7 @@ def _same_activation(value: Any, config: Mapping[str, Any]) -> bool:
     return value in (None, config.get("hidden_act", "silu"))
 
 
-# What a key must say, as values or as a test of the value within its section, and what the draft does.
+# The values that a key must have, or a test of its value within its section, and the reason.
 NEUTRAL: dict[str, tuple[tuple | Callable[[Any, Mapping[str, Any]], bool], str]] = {
     **dict.fromkeys(
         ("qkv_bias", "use_qkv_bias", "use_bias", "o_bias", "lm_head_bias", "fc_bias", "add_bias_linear"),
@@ -298,7 +298,9 @@ def _unread(
         if not fits:
             yield f"`{key}`{place} is {shown(value)}: {reason}"
     if unknown:
-        yield f"keys{place} that this package does not know and that may change what the draft computes: {few(unknown)}"
+        yield (
+            f"keys{place} that this package does not know and that may change what the draft computes: {few(unknown)}"
+        )
 
 
 def refuse_unread_keys(raw: Mapping[str, Any]) -> None:
@@ -311,6 +313,6 @@ def refuse_unread_keys(raw: Mapping[str, Any]) -> None:
     found = list(unread_keys(raw))
     if found:
         raise ValueError(
-            f"The draft's config.json says what this package does not compute: {few(found, '; ')}. If you know that such a "
-            "key changes nothing for this draft, remove it from a copy of the folder."
+            f"The draft's config.json says what this package does not compute: {few(found, '; ')}. If you know that "
+            "such a key changes nothing for this draft, remove it from a copy of the folder."
         )

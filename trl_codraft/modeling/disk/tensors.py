@@ -1,6 +1,6 @@
 """
-Drafts on disk: the tensors of a checkpoint, read and written. The `config.json` is the business of `disk_config.py`,
-the folder that of `draft_folder.py`.
+Drafts on disk: the tensors of a checkpoint, read and written. `config.py` reads and writes their
+`config.json`, `folder.py` their folder.
 
 Shapes: `H` draft hidden size, `Ht` policy hidden size, `n` taps, `I` MLP size, `V` policy vocabulary, `Vd` draft
 vocabulary, `Hq`/`Hkv` heads, `D` head dim.
@@ -114,7 +114,7 @@ def read_draft_config(path_or_repo: str | os.PathLike, policy_config: Any = None
 
 
 def is_second_hidden_norm(name: str) -> bool:
-    """Whether a tensor is the `hidden_norm` of a layer after the first, which only SGLang uses (see `disk_tensors`)."""
+    """Whether a tensor is the `hidden_norm` of a layer after the first, which only SGLang uses (`disk_tensors`)."""
     return name.startswith("layers.") and name.endswith(".hidden_norm.weight") and name.split(".")[1] != "0"
 
 
@@ -158,8 +158,8 @@ def save_draft(
         path (`str` or `os.PathLike`):
             Folder to write; an earlier draft in it is replaced.
         dtype (`torch.dtype`, *optional*):
-            What floating-point tensors are stored in. `None` keeps the parameters' own dtype, so the fp32 masters of a
-            draft in training come back exactly; [`export_draft`] stores the policy's dtype, which is what servers run.
+            Dtype of floating-point tensors on disk. `None` keeps the parameters' own dtype, so the fp32 masters of a
+            draft in training come back exactly; [`export_draft`] stores the policy's dtype, in which servers run.
         base_model (`str`, *optional*):
             Repository id or path of the policy.
         base_architectures (`Sequence[str]`, *optional*, defaults to `()`):
@@ -216,8 +216,8 @@ def load_draft(
     """
     if torch.get_default_device().type == "meta":
         raise ValueError(
-            "`from_pretrained` inside `torch.device('meta')` would throw the draft's weights away. Call it outside, or build "
-            "`Eagle3DraftModel(config)` on the meta device and load weights after `to_empty`."
+            "`from_pretrained` inside `torch.device('meta')` would throw the draft's weights away. Call it outside, "
+            "or build `Eagle3DraftModel(config)` on the meta device and load weights after `to_empty`."
         )
     folder = resolve_folder(path_or_repo, subfolder=subfolder, **hub_kwargs)
     raw = read_config(folder)
@@ -235,8 +235,8 @@ def load_draft(
     if "lm_head.weight" not in tensors and config.draft_vocab_size == config.vocab_size and policy is not None:
         if layer_section(raw).get("tie_word_embeddings") and not policy_config.tie_word_embeddings:
             raise ValueError(
-                "The draft's head is the embedding (`tie_word_embeddings: true` and no `lm_head.weight`), and the policy's "
-                "head is not. Write the embedding as `lm_head.weight`, and false for the key."
+                "The draft's head is the embedding (`tie_word_embeddings: true` and no `lm_head.weight`), and the "
+                "policy's head is not. Write the embedding as `lm_head.weight`, and false for the key."
             )
         tensors["lm_head.weight"] = policy.get_output_embeddings().weight.detach()
     check_tensors(config, tensors)
@@ -272,7 +272,7 @@ def check_fits_policy(draft: nn.Module, policy: nn.Module) -> None:
 
 
 def check_config_fits_policy(config: Eagle3DraftConfig, policy_config: Any) -> None:
-    """Refuses a draft whose sizes are not those of the policy."""
+    """Refuses a draft of other sizes than the policy's."""
     pairs = {
         "hidden_size": (config.hidden_size, policy_config.hidden_size),
         "target_hidden_size": (config.target_hidden_size, policy_config.hidden_size),
@@ -281,9 +281,9 @@ def check_config_fits_policy(config: Eagle3DraftConfig, policy_config: Any) -> N
     for name, (own, wanted) in pairs.items():
         if own != wanted:
             raise ValueError(
-                f"The draft's `{name}` is {own} but the policy's {name.removeprefix('target_')} is {wanted}: the draft "
-                "reads the policy's embeddings and hidden states, so they must agree. Use a draft trained for this "
-                "policy."
+                f"The draft's `{name}` is {own} but the policy's {name.removeprefix('target_')} is {wanted}: the "
+                "draft reads the policy's embeddings and hidden states, so they must agree. Use a draft trained "
+                "for this policy."
             )
     if max(config.tap_layers) > policy_config.num_hidden_layers:
         raise ValueError(
@@ -294,8 +294,8 @@ def check_config_fits_policy(config: Eagle3DraftConfig, policy_config: Any) -> N
 
 def check_embedding(embedding: torch.Tensor, policy: nn.Module) -> None:
     """
-    Refuses a draft embedding that differs from the policy's by more than the rounding of the stored dtype. Of a policy in
-    stages, the ranks that have its embedding look.
+    Refuses a draft embedding that differs from the policy's by more than the rounding of the stored dtype. A
+    rank whose stage has no embedding does not look.
     """
     table = policy.get_input_embeddings()
     if is_elsewhere(table):
@@ -327,7 +327,7 @@ def refuse_policy_folder(folder: Path, tensors: Iterable[str]) -> None:
 
 def refuse_foreign_tensors(tensors: dict[str, torch.Tensor]) -> None:
     """
-    Refuses tensors of features this draft does not have, and drops those that carry no weights of the draft
+    Refuses tensors of features this draft does not have, and drops tensors that are no weights of the draft
     (RoPE buffers, the policy's head and norm that speculators trains against, SGLang's second `hidden_norm`).
     """
     for name in list(tensors):
