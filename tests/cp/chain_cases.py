@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from cp.attention_cases import MIXED, uneven_shards
 from cp.groups import WireBytes
-from torch.utils._python_dispatch import TorchDispatchMode
+from modeling.allocations import LargestTensor, SavedBytes
 
 from trl_codraft.cp import ContextLayout, ring_attention
 from trl_codraft.cp.gathered import gather_trunk
@@ -15,41 +15,6 @@ from trl_codraft.cp.gathered import gather_trunk
 LENGTH, NUM_HEADS, NUM_KV_HEADS, DIM = 240, 4, 2, 8
 DOC_LENS = [LENGTH, 9, 9, 9, 9]
 PASSES, WINDOW = 3, 20
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most numbers any operation returned in one tensor."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(item, torch.Tensor):
-                self.numel = max(self.numel, item.numel())
-        return result
-
-
-class SavedBytes:
-    """Bytes of the distinct storages saved for backward while entered."""
-
-    def __enter__(self):
-        self.storages = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
-        self.hooks.__enter__()
-        return self
-
-    def pack(self, tensor):
-        storage = tensor.untyped_storage()
-        self.storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def __exit__(self, *arguments):
-        self.hooks.__exit__(*arguments)
-
-    @property
-    def total(self):
-        return sum(self.storages.values())
 
 
 def layout_of(mode, doc_lens, group):

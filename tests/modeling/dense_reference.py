@@ -1,67 +1,12 @@
 """
-The draft's unroll, loss and counters in the most literal form: one document at a time, every TTT pass on every row, a
-masked softmax over concatenated keys, full logits, plain autograd. Shares no code with the package.
+The draft's loss and counters in the most literal form: one document at a time, every TTT pass on every row, full
+logits, plain autograd. Shares no code with the package.
 
-Shapes: `n` tokens of a document, `K` passes, `H` width, `V` / `Vd` vocabularies.
+Shapes: `n` tokens of a document, `K` passes, `V` / `Vd` vocabularies.
 """
 
 import torch
-
-
-def rms_norm(x, weight, eps):
-    return x / (x.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt() * weight
-
-
-def rotate(x, positions, theta):
-    """`x` `(n, heads, D)` turned by Llama's rotary embedding."""
-    half = x.shape[-1] // 2
-    # Llama defines the frequencies in float32, as constants of the model.
-    frequency = 1.0 / theta ** (torch.arange(0, 2 * half, 2, dtype=torch.float32) / (2 * half))
-    angle = (positions[:, None].to(x.dtype) * frequency.to(x.dtype))[:, None, :]
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)
-
-
-def attend(q, keys, values, num_pass):
-    """Row `r` sees trunk keys `<= r` and, of each later pass, its own row only."""
-    n, num_heads, head_dim = q.shape
-    k = torch.cat(keys).repeat_interleave(num_heads // keys[0].shape[1], dim=1)
-    v = torch.cat(values).repeat_interleave(num_heads // keys[0].shape[1], dim=1)
-    visible = torch.cat([torch.ones(n, n).tril()] + [torch.eye(n)] * num_pass, dim=1).bool()
-    scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
-    probs = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", probs, v).reshape(n, -1)
-
-
-def unroll_document(w, config, taps, embeds, num_passes):
-    """`K` pre-norm outputs `(n, H)` of one document; `w` maps parameter names to tensors."""
-    n, eps = taps.shape[0], config.rms_norm_eps
-    theta = config.rope_parameters["rope_theta"]
-    hidden = taps @ w["fc.weight"].T
-    keys, values, outputs = [], [], []
-    for s in range(num_passes):
-        ahead = torch.zeros_like(embeds)
-        ahead[: max(n - 1 - s, 0)] = embeds[1 + s :]
-        x = torch.cat(
-            [
-                rms_norm(ahead, w["layers.0.input_layernorm.weight"], eps),
-                rms_norm(hidden, w["layers.0.hidden_norm.weight"], eps),
-            ],
-            dim=-1,
-        )
-        heads = {}
-        for name in "qkv":
-            heads[name] = (x @ w[f"layers.0.self_attn.{name}_proj.weight"].T).view(n, -1, config.head_dim)
-        positions = torch.arange(n) + s
-        keys.append(rotate(heads["k"], positions, theta))
-        values.append(heads["v"])
-        attended = attend(rotate(heads["q"], positions, theta), keys, values, s)
-        hidden = hidden + attended @ w["layers.0.self_attn.o_proj.weight"].T
-        x = rms_norm(hidden, w["layers.0.post_attention_layernorm.weight"], eps)
-        gate = torch.nn.functional.silu(x @ w["layers.0.mlp.gate_proj.weight"].T)
-        hidden = hidden + (gate * (x @ w["layers.0.mlp.up_proj.weight"].T)) @ w["layers.0.mlp.down_proj.weight"].T
-        outputs.append(hidden)
-    return outputs
+from modeling.reference import ReferenceDraft
 
 
 def dense_loss(
@@ -84,13 +29,13 @@ def dense_loss(
     counters = {name: [0.0] * num_passes for name in ("loss", "rows", "top1", "accept")}
     counters.update(accept_roots=0, coverage=0.0, positions=0, masked_rows=0)
     ids = torch.arange(config.vocab_size) if target_ids is None else target_ids
-    loss_sum = 0.0
+    draft, loss_sum = ReferenceDraft(config, w), 0.0
     for doc in documents:
         n, trained = doc["input_ids"].numel(), doc["trained"].tolist()
         if n == 0:
             continue
-        outputs = unroll_document(w, config, doc["taps"], embedding[doc["input_ids"]], num_passes)
-        students = [rms_norm(h, w["norm.weight"], config.rms_norm_eps) @ w["lm_head.weight"].T for h in outputs]
+        outputs = draft.unroll(doc["taps"], embedding[doc["input_ids"]], num_passes)
+        students = [draft.logits(output) for output in outputs]
         teacher = teacher_logits(doc["last_hidden"])
         taught = set()
         for r in range(n):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from packed_flash import OPERATORS, install_flash_attn
-from reference import branch_mask, dense_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from modeling.allocations import BytesMade, LargestTensor
+from modeling.packed_flash import OPERATORS, install_flash_attn
+from modeling.reference import branch_mask, dense_attention
 
 from trl_codraft.modeling.attention import branch_attention
 from trl_codraft.modeling.attention_kernels import (
@@ -188,19 +188,6 @@ def test_merge_survives_extreme_log_sum_exps():
     assert torch.equal(lse[:, 0], torch.tensor([1e3, 0.0, 5.0, -torch.inf]))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most numbers any operation returned in one tensor."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(item, torch.Tensor):
-                self.numel = max(self.numel, item.numel())
-        return result
-
-
 @pytest.mark.parametrize("kernel", [CpuFlashKernel(), ChunkedKernel(max_scores=2**13)], ids=["cpu_flash", "chunked"])
 def test_no_tensor_grows_with_tokens_squared(kernel):
     largest = {}
@@ -214,22 +201,6 @@ def test_no_tensor_grows_with_tokens_squared(kernel):
             ).sum().backward()
         largest[num_rows] = mode.numel
     assert largest[512] <= 2 * largest[256] < 256 * 256
-
-
-class BytesMade(TorchDispatchMode):
-    """Bytes of all results that are no views."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-        for item in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() not in given:
-                self.bytes += item.nbytes
-        return result
 
 
 def test_a_lone_block_is_handed_on_as_the_kernel_left_it():

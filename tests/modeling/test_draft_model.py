@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from modeling.allocations import SavedBytes
 from modeling.reference import ReferenceDraft
 from tiny import tiny_policy
 from transformers import DynamicCache
@@ -340,19 +341,10 @@ def test_cast_copy_keeps_float32_rope_frequencies():
 def saved_bytes(draft, num_tokens, num_passes):
     """Bytes of the distinct storages that autograd keeps for the backward of the unroll, parameters excluded."""
     taps, embeds = make_inputs(draft.config, num_tokens, torch.float32)
-    own = {parameter.untyped_storage().data_ptr() for parameter in draft.parameters()}
-    storages = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with SavedBytes(own=draft.parameters()) as saved:
         outputs = draft.unroll(taps, embeds, PackedLayout([num_tokens]), num_passes)
     assert len(outputs) == num_passes
-    return sum(storages.values())
+    return saved.total
 
 
 def test_saved_memory_is_linear_in_tokens_and_passes():

@@ -117,7 +117,8 @@ class LocalTrunk:
 class MergedAttention(torch.autograd.Function):
     """
     Trunk, branch and sinks, merged by their log-sum-exps:
-    `apply(trunk, scale, q, k, v, sinks, token, *branch_k, *branch_v)`. `token` ties the call to the gathering of a trunk's keys ([`~cp.gathered.gather_trunk`]) in the graph.
+    `apply(trunk, scale, q, k, v, sinks, token, *branch_k, *branch_v)`. `token` ties the call to the gathering of a
+    trunk's keys ([`~cp.gathered.gather_trunk`]) in the graph.
     """
 
     @staticmethod
