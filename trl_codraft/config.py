@@ -14,6 +14,14 @@ from .training.draft_trainer import TRAINING_BOUNDS
 from .training.schedule import check_schedule
 
 
+# The settings of a fresh draft's shape, by field of its configuration.
+SHAPE_SETTINGS = {
+    "tap_layers": "draft_tap_layers",
+    "num_hidden_layers": "draft_num_hidden_layers",
+    "draft_vocab_size": "draft_vocab_size",
+    "fc_norm": "draft_fc_norm",
+    "norm_output": "draft_norm_output",
+}
 # The settings of the draft's own training, by field of `DraftTrainingArguments`.
 TRAINING_SETTINGS = {
     "num_passes": "draft_ttt_steps",

@@ -35,13 +35,14 @@ from .grpo.run import Losses
 from .grpo.saved_draft import remove_stale_draft
 from .grpo.stage_optimizer import StageOptimizer
 from .grpo.stage_weights import StageWeights, only_stage_weights
-from .grpo.support import refuse_contradictions, warn_about_settings, warn_about_unused_settings
+from .grpo.support import refuse_contradictions
 from .grpo.trl_patches import (
     engine_arguments,
     generation_made_by,
     not_sharded_by_accelerate,
     rewards_gathered_by,
 )
+from .grpo.warnings import warn_about_settings, warn_about_unused_settings
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .training.draft_trainer import DraftTrainer
 from .vllm.generation import DraftVLLMGeneration

@@ -22,7 +22,7 @@ from trl_codraft.cp.planner import Segment
 from trl_codraft.cp.probe import disagreement_with_plain, unsupported_by_shards
 from trl_codraft.cp.routing import KEYWORD, RoutedPolicy, ShardForward, no_mask, sharded_attention
 from trl_codraft.grpo import join_context as context_group
-from trl_codraft.grpo.join_context import unsupported_with_shards
+from trl_codraft.grpo.support import unsupported_with_shards
 
 
 NAMES = [

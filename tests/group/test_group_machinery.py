@@ -10,7 +10,7 @@ from torch import nn
 
 from trl_codraft.group.header import MAX_TENSORS, Header, Phase, describe
 from trl_codraft.group.members import MemberAccelerator, attributes_set, report_as
-from trl_codraft.grpo.grouped_losses import require_averaged_gradients
+from trl_codraft.grpo.support import require_averaged_gradients
 
 
 @pytest.fixture(scope="module")

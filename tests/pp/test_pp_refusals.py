@@ -15,10 +15,11 @@ from trl_codraft import CoDraftGRPOConfig, Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.grpo import join_pipeline as pipeline_group
 from trl_codraft.grpo.agreement import common_settings
 from trl_codraft.grpo.join_context import mesh_of
-from trl_codraft.grpo.join_pipeline import hidden_dtype, unsupported_in_stages
+from trl_codraft.grpo.join_pipeline import hidden_dtype
 from trl_codraft.grpo.pretraining import longest_prompt
 from trl_codraft.grpo.stage_optimizer import StageOptimizer
-from trl_codraft.grpo.stage_weights import layers_of_stages, only_stage_weights, require_place_for_adapter
+from trl_codraft.grpo.stage_weights import layers_of_stages, only_stage_weights
+from trl_codraft.grpo.support import require_place_for_adapter, unsupported_in_stages
 from trl_codraft.pp.shape import PipelineShape
 from trl_codraft.pp.stages.view import Shard, StageView, plain_forward
 

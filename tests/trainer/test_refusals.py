@@ -18,8 +18,8 @@ from trl_codraft.grpo.support import (
     plain_rollout_reason,
     refuse_cuda_graphs_elsewhere,
     refuse_unsupported,
-    warn_about_unused_settings,
 )
+from trl_codraft.grpo.warnings import warn_about_unused_settings
 from trl_codraft.modeling.policy import decoder_of
 
 

@@ -13,7 +13,7 @@ from transformers.utils import logging as logging_utils
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_codraft.grpo.support import warn_about_collapse, warn_about_metrics
+from trl_codraft.grpo.warnings import warn_about_collapse, warn_about_metrics
 from trl_codraft.rollout.stats import SpeculativeStats
 from trl_codraft.vllm import generation as vllm_rollouts
 from trl_codraft.vllm.generation import DraftVLLMGeneration

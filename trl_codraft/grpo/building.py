@@ -1,29 +1,15 @@
 """From the trainer's configuration to a draft model and what trains it."""
 
-from dataclasses import fields
-
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
-from ..config import TRAINING_SETTINGS, CoDraftGRPOConfig
+from ..config import SHAPE_SETTINGS, TRAINING_SETTINGS, CoDraftGRPOConfig
 from ..modeling.configuration_eagle3 import Eagle3DraftConfig
 from ..modeling.disk.tensors import check_fits_policy, read_draft_config
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
 from ..modeling.policy import decoder_of
 from ..training.draft_trainer import DraftTrainingArguments
-
-
-logger = logging.get_logger(__name__)
-
-# What a run asks of a fresh draft, by field of its configuration.
-SHAPE_SETTINGS = {
-    "tap_layers": "draft_tap_layers",
-    "num_hidden_layers": "draft_num_hidden_layers",
-    "draft_vocab_size": "draft_vocab_size",
-    "fc_norm": "draft_fc_norm",
-    "norm_output": "draft_norm_output",
-}
+from .warnings import warn_about_ignored_settings, warn_about_whole_vocabulary
 
 
 def build_draft(
@@ -86,30 +72,6 @@ def fresh_config(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> Eagle3Draf
         for field, setting in SHAPE_SETTINGS.items():
             message = message.replace(f"`{field}`", f"`{setting}`")
         raise ValueError(message) from error
-
-
-def warn_about_ignored_settings(args: CoDraftGRPOConfig, config: Eagle3DraftConfig) -> None:
-    """Warns about settings of a fresh draft's shape that a loaded draft does not follow."""
-    defaults = {spec.name: spec.default for spec in fields(args)}
-    for field, setting in SHAPE_SETTINGS.items():
-        asked, has = getattr(args, setting), getattr(config, field)
-        if asked != defaults[setting] and asked != has:
-            logger.warning(
-                f"`{setting}={asked}` is for fresh drafts: the loaded draft keeps its `{field}={has}`. Drop the setting, "
-                "or start from a draft of that shape."
-            )
-
-
-def warn_about_whole_vocabulary(args: CoDraftGRPOConfig, draft: Eagle3DraftModel) -> None:
-    """Warns if the head of a fresh draft is most of it, and nobody asked for that."""
-    head = draft.lm_head.weight.numel() / sum(parameter.numel() for parameter in draft.parameters())
-    if args.draft_vocab_size is None and head > 0.5 and args.process_index == 0:
-        size = draft.config.vocab_size
-        logger.warning(
-            f"The draft's head over all {size} tokens has {head:.0%} of its weights, and most of what drafting and training "
-            "it costs. Set `draft_vocab_size` (4096 to 32000) for a head over the most frequent tokens, which "
-            f"`draft/vocab_coverage` watches, or `draft_vocab_size={size}` to keep it as it is."
-        )
 
 
 def compute_dtype(args: CoDraftGRPOConfig, policy: PreTrainedModel) -> torch.dtype:

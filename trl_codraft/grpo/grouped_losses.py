@@ -15,9 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..group.exchange import LossGroup
 from ..group.header import Phase
@@ -26,6 +24,7 @@ from ..modeling.losses import draft_loss
 from .failures import HeldFailures
 from .member_passes import MemberPasses
 from .run import Learner, Run
+from .support import require_averaged_gradients
 
 
 @dataclass
@@ -148,24 +147,3 @@ class GroupedLosses:
         """Scores rows that all members hold; how they were split. Images do not come here: see `_score_own_rows`."""
         with self.run.accelerator.autocast():
             return score_together(self.group, self.sharding, model, *rows, compute_entropy, compute_aux_loss)
-
-
-def require_averaged_gradients(accelerator: Accelerator, model: nn.Module) -> None:
-    """
-    Refuses to train a policy that nothing wraps: each rank would step with the gradients of its own tokens.
-
-    Args:
-        accelerator (`Accelerator`):
-            The run's accelerator.
-        model (`nn.Module`):
-            The policy as the training step gets it.
-
-    Raises:
-        RuntimeError: if neither DDP nor FSDP2 averages its gradients over the ranks.
-    """
-    if accelerator.num_processes > 1 and not accelerator.is_fsdp2 and not isinstance(model, DistributedDataParallel):
-        raise RuntimeError(
-            "The policy is not wrapped for data parallelism, so its gradients would not be averaged over ranks. "
-            "Accelerate does so when `evaluate()` is called before `train()`. Set `eval_on_start=True` instead, or "
-            "evaluate with a trainer of its own."
-        )

@@ -10,25 +10,22 @@ from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import CoDraftGRPOConfig
 from ..cp.draft import sharded_draft_loss
-from ..cp.probe import disagreement_with_plain, unsupported_by_shards
+from ..cp.probe import disagreement_with_plain
 from ..cp.sharding import ContextSharding
 from ..group.exchange import LossGroup
 from ..group.mesh import RankMesh
-from ..modeling.policy import base_policy, dropout_reason, two_layer_copy
+from ..modeling.policy import base_policy, two_layer_copy
 from .failures import HeldFailures
 from .grouped_losses import GroupedLosses
 from .member_passes import TRAVELLING_TENSORS
 from .run import Run
-from .support import unsupported_in_groups
-
-
-INSTEAD = "Set `context_parallel_size=1`."
+from .support import unsupported_with_shards
 
 
 def mesh_of(args: CoDraftGRPOConfig) -> RankMesh:
@@ -100,34 +97,3 @@ def require_shards(run: Run) -> None:
         raise ValueError(message) from failure
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     mesh_of(args).warn_if_crossing_nodes(ranks_per_node)
-
-
-def unsupported_with_shards(run: Run) -> str | None:
-    """
-    Why a run cannot split its microbatches over ranks, as far as settings and configurations tell.
-
-    Args:
-        run ([`~run.Run`]):
-            The trainer, after `GRPOTrainer.__init__`.
-
-    Returns:
-        `str` or `None`: what stands in the way and what to set instead.
-    """
-    accelerator, policy = run.accelerator, base_policy(run.model)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return "DeepSpeed reduces gradients in ways of its own. Use FSDP2 (`fsdp_version: 2`), or DDP."
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        return "FSDP1 is not supported. Set `fsdp_version: 2` in the Accelerate config."
-    reason = unsupported_in_groups(run, INSTEAD)
-    if reason is not None:
-        return reason
-    return _routing_reason(policy) or dropout_reason(policy, training=True) or unsupported_by_shards(policy)
-
-
-def _routing_reason(policy: PreTrainedModel) -> str | None:
-    """What makes a mixture of experts random in training mode; only some configuration classes declare these fields."""
-    config = policy.config.get_text_config()
-    for name in ("router_jitter_noise", "input_jitter_noise"):
-        if getattr(config, name, 0.0):
-            return f"the router adds noise (`{name}`), which would differ between splits. Set it to 0.0."
-    return None

@@ -11,9 +11,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 from torch import nn
-from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 from trl import GRPOTrainer
 
@@ -44,12 +42,11 @@ from .pretraining import longest_prompt
 from .run import Run
 from .stage_forwards import StageForwards
 from .stage_weights import StageWeights, layers_of_stages
-from .support import unsupported_in_groups
+from .support import unsupported_in_stages
 
 
 logger = logging.get_logger(__name__)
 
-INSTEAD = "Set `pipeline_parallel_size=1`."
 # Of the training set, that memory is planned for.
 PLANNED_PROMPTS = 256
 
@@ -277,63 +274,3 @@ def _bytes_of_stages(run: Run, group: dist.ProcessGroup) -> list[tuple[int, int]
 def _bytes_of_reference(run: Run) -> int:
     """Of what this rank holds of a reference policy that is a model of its own."""
     return 0 if run.ref_model is None else sum(p.nbytes for p in run.ref_model.parameters())
-
-
-def unsupported_in_stages(run: Run) -> str | None:
-    """
-    Why a run cannot split its policy into stages, as far as settings and configurations tell.
-
-    Args:
-        run ([`~run.Run`]):
-            The trainer, after `GRPOTrainer.__init__`.
-
-    Returns:
-        `str` or `None`: what stands in the way and what to set instead.
-    """
-    args, accelerator, policy = run.args, run.accelerator, base_policy(run.model)
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        return (
-            f"{accelerator.distributed_type.value} shards the parameters that a stage holds whole. Use plain data "
-            f"parallelism (DDP) around pipelines. {INSTEAD}"
-        )
-    reason = unsupported_in_groups(run, INSTEAD)
-    if reason is not None:
-        return reason
-    if run.aux_loss_enabled:
-        return "the load-balancing loss of experts needs all layers at once. Set `router_aux_loss_coef=0.0`."
-    if args.use_vllm and args.vllm_mode == "colocate":
-        return "vLLM in colocate mode is not supported. Set `vllm_mode='server'`, or `use_vllm=False`."
-    if args.use_vllm and getattr(policy, "quantization_method", None) is not None:
-        return (
-            "its weights are quantised, and a vLLM server would be sent packed bytes without their scales. Set "
-            "`use_vllm=False`, or load the policy in bf16."
-        )
-    if not args.holds_whole_policy and not args.use_vllm and run.rollout_func is None:
-        return (
-            "`pipeline_replica=False` leaves no rank with a policy that could roll out. Generate with a vLLM server "
-            "(`use_vllm=True`, `vllm_mode='server'`) or a `rollout_func`, or set `pipeline_replica=True`."
-        )
-    if not args.holds_whole_policy and not args.use_vllm and args.use_draft and args.draft_pretrain_steps:
-        return (
-            "`draft_pretrain_steps` needs rollouts of the policy, which `rollout_func` does not give. Start from a trained "
-            "draft (`draft_model_name_or_path`) with `draft_pretrain_steps=0`, use a vLLM server, or set "
-            "`pipeline_replica=True`."
-        )
-    if args.use_transformers_continuous_batching:
-        return "continuous batching is not supported. Set `use_transformers_continuous_batching=False`."
-    optim = OptimizerNames(args.optim).value
-    if "layerwise" in optim or "lomo" in optim:
-        return f"`optim={optim!r}` steps inside the backward. Choose another, such as 'adamw_torch'."
-    if optim.startswith("schedule_free"):
-        return (
-            f"`optim={optim!r}` evaluates and saves other weights than it trains, which only the rank of a stage "
-            "would see. Choose another, such as 'adamw_torch'."
-        )
-    tied = policy.config.tie_word_embeddings
-    embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
-    if tied and any(p is not embedding.weight for module in (embedding, head) for p in module.parameters()):
-        return (
-            "its embedding is tied to the head and one of them carries an adapter, which the first and the last stage would "
-            f"train apart. Leave embedding and head out of the adapter's modules. {INSTEAD}"
-        )
-    return None

@@ -38,7 +38,8 @@ from .pretraining import PolicyRollouts, initialize_fresh_draft, preserved_rando
 from .prompt_column import require_prompts
 from .run import Batch, Run
 from .saved_draft import SavedDraft
-from .support import is_compiled, refuse_unsupported, warn_about_metrics
+from .support import is_compiled, refuse_unsupported
+from .warnings import warn_about_metrics
 
 
 class DraftLearner:

@@ -16,7 +16,8 @@ from ..vllm.generation import DraftVLLMGeneration, stats_of
 from .learner import DraftLearner
 from .pretraining import preserved_random_state
 from .run import Run
-from .support import GOOD_ACCEPT_LENGTH, plain_rollout_reason, refuse_cuda_graphs_elsewhere, warn_about_collapse
+from .support import plain_rollout_reason, refuse_cuda_graphs_elsewhere
+from .warnings import GOOD_ACCEPT_LENGTH, warn_about_collapse
 
 
 logger = logging.get_logger(__name__)

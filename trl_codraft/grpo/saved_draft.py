@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..config import SHAPE_SETTINGS
 from ..modeling.configuration_eagle3 import Eagle3DraftConfig
 from ..modeling.disk.config import config_from_disk
 from ..modeling.disk.folder import CONFIG_NAME, WEIGHT_FILES, load_pickled, read_config
 from ..modeling.modeling_eagle3 import Eagle3DraftModel
-from .building import SHAPE_SETTINGS
 
 
 DRAFT_FOLDER = "draft"

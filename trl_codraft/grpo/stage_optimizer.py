@@ -9,6 +9,7 @@ from ..pp.stages.shared_optimizer import shard_optimizer
 from ..pp.stages.weights import send_embedding
 from .pipelined_losses import Pipelining
 from .run import Run
+from .support import require_shareable_state
 
 
 class StageOptimizer:
@@ -44,12 +45,7 @@ class StageOptimizer:
         """The same optimizer with its state split over the ranks that hold the same stages."""
         run, pipelining = self.run, self.pipelining
         kind, settings = run.optimizer_cls_and_kwargs or run.get_optimizer_cls_and_kwargs(run.args, run.model)
-        if type(optimizer) is not kind or {"params", "model", "optimizer_dict"} & settings.keys():
-            raise ValueError(
-                f"`pipeline_shard_optimizer=True` does not know how to share the state of this "
-                f"{type(optimizer).__name__}. Choose it with `optim` or `optimizer_cls_and_kwargs`, without settings by "
-                "layer, or set `pipeline_shard_optimizer=False`."
-            )
+        require_shareable_state(optimizer, kind, settings)
         return shard_optimizer(
             optimizer, lambda groups: kind(groups, **settings), pipelining.stages, pipelining.holders
         )

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import transformers
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -17,11 +16,11 @@ from ..modeling.modeling_eagle3 import Eagle3DraftModel
 from ..modeling.policy import base_policy, decoder_of
 from ..pp.balance import draft_cost_of, fastest_layers, head_cost_of
 from ..pp.order import schedule_order
-from ..pp.shape import stages_of_layers
 from ..pp.stages.split import keep_stages, require_split
 from ..pp.stages.weights import load_stage_weights
 from .building import config_of_draft
 from .join_context import mesh_of
+from .support import require_class_of_transformers, require_place_for_adapter
 from .trl_patches import create_model_from_path, models_loaded_by
 
 
@@ -65,50 +64,6 @@ def layers_of_stages(
     )
 
 
-def require_place_for_adapter(config: Any, policy: nn.Module, layers: Sequence[int], num_ranks: int) -> None:
-    """
-    Refuses LoRA that a rank with its stages alone has no module for: PEFT would fail there, and there only.
-
-    Args:
-        config (`PeftConfig`):
-            Configuration of the adapter.
-        policy ([`~transformers.PreTrainedModel`]):
-            The policy, whole; weights do not matter.
-        layers (`Sequence[int]`), num_ranks (`int`):
-            Decoder layers of each stage, and ranks of a pipeline.
-
-    Raises:
-        ValueError: naming the setting and which to change.
-    """
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    if not isinstance(config, LoraConfig):
-        return
-    # PEFT's own choices are of all layers, and of nothing else.
-    chosen = config.target_modules not in (None, "all-linear")
-    paths = {module: path for path, module in policy.named_modules()}
-    targets = [path for path in paths.values() if chosen and check_target_module_exists(config, path)]
-    outside = {paths[policy.get_input_embeddings()], paths[policy.get_output_embeddings()]} & set(targets)
-    if outside or config.trainable_token_indices:
-        what = f"adapts `{min(outside)}`" if outside else "has `trainable_token_indices`"
-        raise ValueError(
-            f"The LoRA configuration {what}, and no rank but its stage's has that module (`pipeline_replica=False`). "
-            "Leave it out (`modules_to_save` trains embedding or head whole), or set `pipeline_replica=True`."
-        )
-    own = zip(stages_of_layers(layers), decoder_of(policy).layers, strict=True)
-    served = {
-        stage % num_ranks for stage, layer in own if any(path.startswith(f"{paths[layer]}.") for path in targets)
-    }
-    if chosen and len(served) < num_ranks:
-        raise ValueError(
-            f"The LoRA configuration adapts no layer on ranks {sorted(set(range(num_ranks)) - served)} of a pipeline, "
-            f"which have layers {list(layers)} of the policy by stage (`pipeline_replica=False`). Change "
-            "`target_modules`, `layers_to_transform` or `layers_per_stage` so that every rank has an adapter, or set "
-            "`pipeline_replica=True`."
-        )
-
-
 class StageWeights:
     """
     Cuts policies down to this rank's stages.
@@ -147,13 +102,7 @@ class StageWeights:
         """Loads the stages of this rank alone, in place of TRL's function of the same name."""
         names = ("revision", "trust_remote_code")
         config = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in names if name in kwargs})
-        # A class of the checkpoint's own code, or none at all.
-        architecture = getattr(transformers, (config.architectures or [""])[0], None)
-        if architecture is None:
-            raise ValueError(
-                f"{path} has the architecture {config.architectures}, which Transformers does not have itself: it "
-                "cannot be loaded by stages. Pass a model object instead, or set `pipeline_replica=True`."
-            )
+        architecture = require_class_of_transformers(path, config)
         return create_model_from_path(path, architecture=_StageArchitecture(architecture, self), **kwargs)
 
 
