@@ -1,6 +1,7 @@
 """
-The seam between the trainer and its parts: which attributes of a trainer the parts may read, and what the parts offer each
-other. A part holds a [`Run`], never the trainer's class; nothing in `grpo/` imports `trainer.py`.
+Declares the seam between the trainer and its parts: the attributes of a trainer that parts may touch ([`Run`]), and the
+methods that parts offer each other. A part holds a [`Run`], never the trainer's class; nothing in `grpo/` imports
+`trainer.py`.
 """
 
 from collections.abc import Callable
@@ -120,10 +121,10 @@ class Reports(Protocol):
 
 class Run(Protocol):
     """
-    A trainer, as its parts see it.
+    Lists all that the parts read of a trainer, or replace for a while.
 
-    The first block holds the parts. The second is public in TRL, Transformers or Accelerate; the third is private there and
-    may move with a release.
+    The first block holds the parts. The second is public in TRL, Transformers or Accelerate; the third is private there
+    and may move with a release. `tests/test_house.py` compares the list with the code.
     """
 
     losses: Losses
@@ -148,6 +149,7 @@ class Run(Protocol):
     eos_token_ids: list[int]
     temperature: float
     top_entropy_quantile: float
+    entropy_coef: float
     min_p: float | None
     max_completion_length: int
     aux_loss_enabled: bool
@@ -176,8 +178,13 @@ class Run(Protocol):
     _is_vlm: bool
     _multi_environment: bool
     _last_loaded_step: int
+    _batch_environments: list[str | None]
+    _last_world_entropy: float
+    _entropy_window_stats: torch.Tensor | None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor: ...
+
+    def _get_per_token_logps_and_entropies(self, model: nn.Module, *rows: Any, **settings: Any) -> tuple: ...
 
     def _tokenize_prompts(self, prompts: list) -> tuple: ...
 
