@@ -24,7 +24,6 @@ with 40 tokens of a tool's output after the first two, on which nothing is train
 """
 
 import argparse
-import platform
 import statistics
 import tempfile
 import threading
@@ -32,6 +31,7 @@ import time
 
 import torch
 from datasets import Dataset
+from measuring import machine
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from trained_draft import load_policy, prompts_of
 from transformers import PrinterCallback, TrainerCallback
@@ -312,10 +312,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(TURNS), default=list(TURNS))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{platform.machine()}, torch {torch.__version__}, 1 thread, fp32; {PROMPTS * GENERATIONS} rollouts a step, "
-        f"{NUM_PASSES} TTT passes"
-    )
+    print(f"{machine()}, 1 thread, fp32; {PROMPTS * GENERATIONS} rollouts a step, {NUM_PASSES} TTT passes")
     for kind in args.cases:
         run_case(kind, args.turns)
 

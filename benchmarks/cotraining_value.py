@@ -15,13 +15,13 @@ changes midway, so that it provably moves far.
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
+from measuring import machine
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -202,7 +202,7 @@ def main() -> None:
         draft = Eagle3DraftModel.from_pretrained(args.draft) if args.draft else None
         rates = args.learning_rates or [case.learning_rate]
         results.append(replay_seed(case, seed, args.folder / f"{case.name}-{args.steps}", draft, rates))
-    print(f"{platform.machine()}, torch {torch.__version__}, {time.process_time() - began:.0f} CPU s")
+    print(f"{machine()}, {time.process_time() - began:.0f} CPU s")
     report(case, results)
     args.results.mkdir(exist_ok=True)
     if results[0]["timings"]:

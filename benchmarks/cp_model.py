@@ -15,6 +15,8 @@ The bytes are those of docs/parallelism.md, which a test counts on the wire.
 import argparse
 from functools import lru_cache
 
+from measuring import commit
+
 from trl_codraft.cp.layout import ContextLayout
 from trl_codraft.cp.planner import plan_document, plan_hybrid
 
@@ -79,7 +81,8 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="+", default=[8])
     args = parser.parse_args()
     print(
-        f"K = {args.passes}, heads {args.heads}/{args.kv_heads} x {args.head_dim}, bf16, {args.flops:.0e} FLOP/s assumed"
+        f"commit {commit()}; K = {args.passes}, heads {args.heads}/{args.kv_heads} x {args.head_dim}, bf16, "
+        f"{args.flops:.0e} FLOP/s assumed"
     )
     print(
         f"{'tokens':>8} {'pack':10} {'cp':>3} {'layout':8} {'link':8} {'ideal s':>8}   x ideal: ring, gather_once, gather"

@@ -13,16 +13,14 @@ overhead.
 
 import argparse
 import os
-import platform
-import re
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import machine, reset_peak, resident_bytes
 from torch.nn import functional as F
 
 from trl_codraft.cp import ContextLayout, ring_attention
@@ -66,11 +64,6 @@ def dense_attention(queries, keys, values):
     return outs
 
 
-def resident_bytes(field):
-    """Resident memory of this process, now (`VmRSS`) or at most (`VmHWM`)."""
-    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
 def measure(attend, inputs):
     """Outputs, gradients and costs of one forward and backward."""
     leaves = [[tensor.clone().requires_grad_() for tensor in tensors] for tensors in inputs]
@@ -86,8 +79,7 @@ def measure(attend, inputs):
         return tensor
 
     dist.batch_isend_irecv = counting
-    # Sets the mark of the largest resident size back to the present one (Linux).
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     before, start = resident_bytes("VmRSS"), time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outs = attend(*leaves)
@@ -134,9 +126,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     args = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo, float32"
-    )
+    print(f"{machine()}, gloo, float32")
     print(
         f"one document of {args.length} tokens, K = {args.passes}, heads {args.heads}/{args.kv_heads} x {args.head_dim}"
     )

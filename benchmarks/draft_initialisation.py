@@ -9,11 +9,11 @@ guess. One seed.
 """
 
 import argparse
-import platform
 import sys
 from pathlib import Path
 
 import torch
+from measuring import machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
@@ -92,7 +92,7 @@ def main() -> None:
     batches = [batch_of(train[i : i + args.rows]) for i in range(0, len(train), args.rows)]
     num_taps = len(recorder.tap_layers)
     scales = (tap_log_scales(batches[0].taps, num_taps) / len(batches[0].taps)).exp().tolist()
-    print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads; tap sizes {scales}")
+    print(f"{machine()}, {torch.get_num_threads()} threads; tap sizes {scales}")
     print(f"{'start':40s} {'before':>8s} {f'after {args.updates}':>10s}")
     for kind in ("chosen", "last tap passed on, policy's norm", "random fc, policy's norm"):
         draft = start(kind, policy, head, scales)

@@ -10,10 +10,9 @@ live allocations. "logits alone" is what the K + 1 tensors of logits would take 
 """
 
 import argparse
-import platform
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from measuring import machine, saved_and_peak_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
@@ -76,25 +75,6 @@ def dense(draft, head, batch, args):
     return total
 
 
-def saved_and_peak_bytes(run):
-    """Bytes that autograd keeps, and the highest sum of live allocations above those before the run."""
-    storages = {}
-
-    def keep(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            run()
-    live = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return sum(storages.values()), peak
-
-
 def measure(arm, draft, head, batch, args):
     def run():
         arm(draft, head, batch, args).backward()
@@ -127,7 +107,7 @@ def main():
 
     draft, head = build(args)
     require_equal(draft, head, document(draft, 128, args.passes), args)
-    print(f"{platform.machine()}, torch {torch.__version__}, V={args.vocab_size}, K={args.passes}, float32")
+    print(f"{machine()}, V={args.vocab_size}, K={args.passes}, float32")
     print(f"draft_loss_chunk_size={args.chunk_size}; losses and gradients of both arms agree")
     print(
         f"{'T':>6}{'fused, MiB':>14}{'(saved)':>10}{'dense, MiB':>14}{'(saved)':>10}{'ratio':>8}{'logits alone':>16}"

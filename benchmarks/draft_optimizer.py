@@ -10,7 +10,6 @@ while the state is gathered for a checkpoint, on the rank that keeps it (rank 0)
 """
 
 import argparse
-import platform
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import machine, reset_peak, resident_bytes
 from transformers import LlamaConfig
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
@@ -28,12 +28,6 @@ from trl_codraft.training.sharded_adamw import ShardedAdamW
 
 MIB = 2**20
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-
-
-def resident(kind: str) -> int:
-    """Bytes: `VmRSS` now, `VmHWM` the most since the peak was last reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
 def make_draft(args: argparse.Namespace) -> Eagle3DraftModel:
@@ -61,20 +55,20 @@ def run_rank(rank: int, args: argparse.Namespace, shared: bool, folder: str) -> 
     weights = list(make_draft(args).parameters())
     groups = [{"params": weights}]
     optimizer = ShardedAdamW(groups, dist.group.WORLD, **SETTINGS) if shared else torch.optim.AdamW(groups, **SETTINGS)
-    before, seconds = resident("VmRSS"), []
+    before, seconds = resident_bytes(), []
     for step in range(args.steps):
         dist.barrier()
         start = time.perf_counter()
         optimizer.step()
         seconds.append(time.perf_counter() - start)
         if step == 0:
-            rise = resident("VmRSS") - before
+            rise = resident_bytes() - before
     dist.barrier()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident_bytes()
+    reset_peak()
     keep = rank == 0
     saved = optimizer.state_dict(keep) if shared else optimizer.state_dict()
-    gathered = resident("VmHWM") - before
+    gathered = resident_bytes("VmHWM") - before
     assert not keep or all(saved["state"][number]["exp_avg"].shape == w.shape for number, w in enumerate(weights))
     state = sum(value.nbytes for moments in optimizer.state.values() for value in moments.values())
     taken = {"state": state, "rise": rise, "seconds": statistics.median(seconds[1:]), "gathered": gathered}
@@ -106,7 +100,7 @@ def main() -> None:
                 for rank in range(args.ranks):
                     taken.setdefault((rank, shared), []).append(torch.load(f"{folder}/{shared} {rank}.pt"))
     size = sum(weight.nbytes for weight in make_draft(args).parameters())
-    print(f"{platform.machine()}, torch {torch.__version__}, {args.ranks} processes, gloo, median of {args.repeats}")
+    print(f"{machine()}, {args.ranks} processes, gloo, median of {args.repeats}")
     print(f"draft of {size / 4e6:.0f}M weights, {size / MIB:.0f} MiB; both end with the same weights")
     print(f"{'':<16}{'state MiB':>12}{'rise MiB':>12}{'update s':>12}{'gathering MiB':>16}")
     for (rank, shared), runs in sorted(taken.items()):

@@ -10,12 +10,12 @@ The first setting runs twice, with another order of the completions: what the tw
 """
 
 import argparse
-import platform
 import random
 import time
 from dataclasses import replace
 
 import torch
+from measuring import machine
 from trained_draft import UPDATE_ROWS, load_policy, packed, rollouts
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
@@ -133,7 +133,7 @@ def main() -> None:
     data = Data(policy, tokenizer, args.rollouts, args.held_out, tap_layers, longest)
     marks = [args.seconds * share for share in (0.25, 0.5, 1.0)]
     print(
-        f"{platform.machine()}, torch {torch.__version__}, 1 thread; {args.rollouts} completions, {UPDATE_ROWS} an update, "
+        f"{machine()}, 1 thread; {args.rollouts} completions, {UPDATE_ROWS} an update, "
         f"{int(data.counts.sum())} tokens; accept length on {args.held_out} held-out ones, {EVALUATED_TOKENS} draft tokens"
     )
     print(f"{'setting':<24}" + "".join(f"{f'{mark:.0f} CPU s':>12}" for mark in marks) + f"{'updates':>10}")

@@ -15,12 +15,12 @@ Prints one line per check and exits with 1 if an error is out of bounds.
 """
 
 import argparse
-import platform
 import statistics
 import sys
 import time
 
 import torch
+from measuring import machine
 
 from trl_codraft.cp.gathered import GatheredTrunk, TrunkStore
 from trl_codraft.cp.kernels import choose_shard_kernel
@@ -230,8 +230,8 @@ def check_rings(arguments):
 
 def main():
     arguments = parse_arguments()
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
-    print(f"{name}, torch {torch.__version__}, {arguments.dtype}, flash by {type(installed_flash()).__name__}")
+    name = [torch.cuda.get_device_name()] if arguments.device == "cuda" else []
+    print(f"{machine(*name)}, {arguments.dtype}, flash by {type(installed_flash()).__name__}")
     failed = check_kernels(arguments.device, arguments.dtype)
     sys.exit(int(check_rings(arguments) or failed))
 

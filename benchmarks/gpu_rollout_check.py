@@ -10,12 +10,12 @@ time in steps of `generate`, the last column. Recording is part of the time, as 
 """
 
 import argparse
-import platform
 import statistics
 import sys
 import time
 
 import torch
+from measuring import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel, speculative_generate
@@ -142,8 +142,7 @@ def main() -> None:
     small = args.device == "cpu"
     if small:
         torch.set_num_threads(1)
-    name = platform.machine() if small else torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}")
+    print(machine(*[] if small else [torch.cuda.get_device_name()]))
     # In float64 nothing is decided by how a kernel rounds.
     if not same_tokens(*models("cpu", args.device, torch.float64), graphs=not small, new_tokens=24 if small else 300):
         sys.exit("Tokens differ: the times below would mean nothing.")

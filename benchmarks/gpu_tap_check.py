@@ -16,7 +16,6 @@ Ends with 1 if a tap is wrong, a rank fails, or GPUs do not reach each other's m
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import machine
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,7 +188,7 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if args.gpu else "no GPU"
-    print(f"{where}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {args.ranks} processes")
+    print(f"{machine(where)}, {args.ranks} processes")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         mp.start_processes(run_rank, (args, folder), nprocs=args.ranks, start_method="spawn" if args.gpu else "fork")

@@ -13,7 +13,6 @@ draft to end its step (the draft waits until all have ended theirs in a first st
 
 import argparse
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ import matplotlib
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
@@ -213,7 +213,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value, help="per stage" if name == "layers" else None)
     parser.add_argument("--output", type=Path, help="where the figure goes; none is drawn without")
     args = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {args.ranks} processes, 1F1B")
+    print(f"{machine()}, {args.ranks} processes, 1F1B")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, args=(args, folder), nprocs=args.ranks)
         traces = [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(args.ranks)]

@@ -15,6 +15,8 @@ import math
 import statistics
 from itertools import product
 
+from measuring import commit
+
 from trl_codraft.pp.balance import balance_layers, fastest_layers, step_time
 from trl_codraft.pp.order import schedule_order
 
@@ -44,7 +46,9 @@ def main() -> None:
             found += [compared(split, draft), compared(split, draft / 2), max(split) / max(alone)]
         for values, value in zip(ratios.values(), found, strict=True):
             values.append(value)
-    print(f"{len(ratios['simulated'])} shapes: time of a step over that with the head alone counted")
+    print(
+        f"commit {commit()}; {len(ratios['simulated'])} shapes: time of a step over that with the head alone counted"
+    )
     for name, values in ratios.items():
         print(f"{name:33} mean {statistics.mean(values):.3f}, from {min(values):.3f} to {max(values):.3f}")
 

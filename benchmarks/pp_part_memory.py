@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from measuring import machine, reset_peak, resident_bytes
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -25,18 +26,12 @@ from trl_codraft.pp.stages.split import keep_stages
 from trl_codraft.pp.stages.weights import load_stage_weights
 
 
-def resident(kind: str) -> int:
-    """Bytes: `VmRSS` now, `VmHWM` the most since the peak was last reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
-
-
 def load(folder: Path, num_stages: int, stage: int | None) -> tuple[int, int]:
     """Bytes of the weights that this process has, and how far its peak memory rose."""
     logging.disable_progress_bar()
     config = LlamaConfig.from_pretrained(folder)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak: what a process was forked from counts otherwise
+    before = resident_bytes()
+    reset_peak()
     if stage is None:
         policy = LlamaForCausalLM.from_pretrained(folder)
     else:
@@ -44,7 +39,7 @@ def load(folder: Path, num_stages: int, stage: int | None) -> tuple[int, int]:
         policy = load_stage_weights(LlamaForCausalLM, str(folder), lambda whole: keep_stages(whole, layers, (stage,)))
     for parameter in policy.parameters():
         parameter.detach().sum()
-    rise = resident("VmHWM") - before
+    rise = resident_bytes("VmHWM") - before
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in policy.named_parameters())
     return sum(parameter.nbytes for parameter in policy.parameters()), rise
@@ -78,6 +73,7 @@ def main() -> None:
                 command = [sys.executable, __file__, "--stages", str(args.stages), "--load", folder, name]
                 weights, rise = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
                 seen[name].append((int(weights), int(rise)))
+    print(machine())
     print(f"Llama, {args.layers} layers of {args.hidden}, vocabulary 32,000, fp32; {args.stages} stages")
     print(f"{'rank loads':<12}{'weights MiB':>12}{'peak rise MiB':>15}{'of the whole':>14}")
     rise_of_whole = statistics.median(rise for _, rise in seen["whole"])

@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from measuring import commit
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -63,6 +64,7 @@ def main() -> None:
     config = MistralConfig(**SHAPE)
     with torch.device("meta"):
         draft = Eagle3DraftModel(Eagle3DraftConfig.from_policy(config))
+    print(f"commit {commit()}")
     print(f"draft of {sum(p.numel() for p in draft.parameters()) / 1e9:.2f}B weights, taps {draft.config.tap_layers}")
     settings = partial(CoDraftGRPOConfig, gradient_accumulation_steps=args.micro_steps, bf16=False, use_cpu=True)
     cases = [

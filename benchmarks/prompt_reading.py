@@ -9,12 +9,12 @@ are compared, then medians of alternated calls for one new token, in processor t
 """
 
 import argparse
-import platform
 import statistics
 import time
 from unittest.mock import patch
 
 import torch
+from measuring import machine
 from trained_draft import load_policy
 
 from trl_codraft import Eagle3DraftConfig, Eagle3DraftModel
@@ -81,7 +81,7 @@ def main() -> None:
     decoder = SpeculativeDecoder(policy, draft, num_draft_tokens=0)
     generate = decoder.bind(policy.generate)
     generator = torch.Generator().manual_seed(0)
-    print(f"{platform.machine()}, torch {torch.__version__}, 1 thread, fp32, medians of {args.turns} turns")
+    print(f"{machine()}, 1 thread, fp32, medians of {args.turns} turns")
     print(
         f"{'rows':>5}{'tokens':>8}{'shared':>8}{'lengths':>9}{'at once s':>11}{'together s':>12}{'ratio':>7}{'chosen':>11}"
     )

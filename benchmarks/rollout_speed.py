@@ -17,11 +17,11 @@ against `generate` (in fp32 a row may part at a tie: the two tokens' logits then
 import argparse
 import copy
 import math
-import platform
 import statistics
 import time
 
 import torch
+from measuring import machine
 from trained_draft import load_policy, prompts_of, tokenized, trained_draft
 from transformers import DynamicCache
 
@@ -257,8 +257,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(args, args.rows_per_prompt)
-    machine = f"{platform.machine()}, torch {torch.__version__}, 1 thread, fp32"
-    print(f"{machine}, {args.new_tokens} new tokens, {args.rows_per_prompt} rows per prompt")
+    print(f"{machine()}, 1 thread, fp32, {args.new_tokens} new tokens, {args.rows_per_prompt} rows per prompt")
     print(f"draft: {bench.budget}")
     for rows in args.batches:
         if "engine" in args.sections:

@@ -9,10 +9,10 @@ token but a row's last, which the policy never reads.
 """
 
 import argparse
-import platform
 import statistics
 
 import torch
+from measuring import machine
 from rollout_speed import SAMPLING, Bench, cpu
 
 from trl_codraft.modeling.taps import TapRecorder
@@ -83,9 +83,7 @@ def main() -> None:
     recorder.close()
     median = {name: statistics.median(values) for name, values in times.items()}
     separate, traced = median["without"] + median["forward"], median["with"]
-    print(
-        f"{platform.machine()}, 1 thread, {args.rows} rows, {args.new_tokens} new tokens, {args.turns} turns: equal states"
-    )
+    print(f"{machine()}, 1 thread, {args.rows} rows, {args.new_tokens} new tokens, {args.turns} turns: equal states")
     print(
         f"rollout {median['without']:.1f} s, separate forward {median['forward']:.1f} s, rollout that keeps its states "
         f"{traced:.1f} s: {separate / traced:.2f}x"

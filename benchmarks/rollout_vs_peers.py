@@ -14,10 +14,10 @@ Greedy outputs must be equal to `generate`'s (up to ties) before anything is tim
 import argparse
 import importlib.metadata
 import importlib.util
-import platform
 import statistics
 
 import torch
+from measuring import machine
 from rollout_speed import SAMPLING, TIE, Bench, real_tokens
 from trained_draft import cache_dir
 
@@ -122,7 +122,7 @@ def main() -> None:
         for name in ("torch", "transformers", "economize")
         if importlib.util.find_spec(name) is not None
     }
-    print(f"{platform.machine()}, 1 thread, fp32, {args.new_tokens} new tokens, {versions}")
+    print(f"{machine()}, 1 thread, fp32, {args.new_tokens} new tokens, {versions}")
     print(f"draft: {bench.budget}")
     for rows in args.batches:
         compare(bench, rows, args, args.draft or str(cache_dir() / "rollout-draft"))

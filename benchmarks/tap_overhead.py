@@ -13,7 +13,6 @@ processes share cores.
 
 import argparse
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measuring import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_codraft.pp import GlooTransport, TapChannel, TapPlan
@@ -338,9 +338,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--output", type=Path, help="file for what each step took, by rank and arm")
     args = parser.parse_args()
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {args.ranks} processes of one thread"
-    )
+    print(f"{machine()}, {args.ranks} processes of one thread")
     print(
         f"{args.layers} layers of {args.hidden}, {args.microbatches} microbatches of {args.rows} x {args.length}, 1F1B, "
         f"a tap per stage: B * S * H * itemsize = {args.rows * args.length * args.hidden * 4} bytes each, medians of {args.steps} steps"

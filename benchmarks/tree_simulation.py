@@ -16,9 +16,9 @@ measured draft step per level. The best tree and the best chain of each batch si
 
 import argparse
 import heapq
-import platform
 
 import torch
+from measuring import machine
 from rollout_speed import SAMPLING, Bench, bare_costs
 
 from trl_codraft.modeling.packing import PackedLayout
@@ -141,7 +141,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(args)
-    print(f"{platform.machine()}, torch {torch.__version__}, 1 thread; {args.rows} logged completions of each kind")
+    print(f"{machine()}, 1 thread; {args.rows} logged completions of each kind")
     print(f"draft: {bench.budget}")
     rates = {}
     for kind in SAMPLING:

@@ -5,7 +5,7 @@ import torch
 from modeling.draft_cases import microbatch
 from tiny import tiny_policy
 
-from benchmarks.draft_memory import saved_and_peak_bytes
+from benchmarks.measuring import saved_and_peak_bytes
 from trl_codraft.modeling.configuration_eagle3 import Eagle3DraftConfig
 from trl_codraft.modeling.losses import draft_loss
 from trl_codraft.modeling.modeling_eagle3 import Eagle3DraftModel

@@ -28,7 +28,6 @@ from forked_ranks import side_by_side, watch_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.tap_soak import open_files, resident_bytes
 from trl_codraft.pp import GlooTransport, Tap, TapChannelError, TapPlan, open_channel
 from trl_codraft.pp.taps import opening, processes
 from trl_codraft.pp.taps.pinned import PinnedTransport
@@ -207,25 +206,6 @@ def fallback(rank, group, transport, kind, culprit):
     return type(channel.transport).__name__, records
 
 
-def soak(rank, group, transport, steps=300):
-    """
-    Many steps with ranks that sleep, shapes and numbers of microbatches that change; memory of the process at the end.
-    """
-    size = dist.get_world_size(group)
-    plan = mixed_plan(size, 2 * size, 2 * size, "Interleaved1F1B")
-    channel = make_channel(rank, plan, transport, group)
-    common, own = random.Random(3), torch.Generator().manual_seed(rank)
-    for step in range(steps):
-        if step == steps // 4:
-            settled = resident_bytes(), open_files()
-        shapes = [(common.randint(1, 3), common.randint(1, 48)) for _ in range(size if step % 5 else 2 * size)]
-        taken = run_step(channel, rank, step, shapes, sleeping(own, most=0.004))
-        if channel.is_sink:
-            require_values(plan, taken, step, shapes)
-    channel.close()
-    return resident_bytes() - settled[0], open_files() - settled[1]
-
-
 def layer_stack(seed, count=4, width=8):
     torch.manual_seed(seed)
     return nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count))
@@ -276,7 +256,7 @@ def refusals(rank, group, transport):
     def attempt(act):
         # What is outstanding in a group when a channel fails stays there, so every attempt has its own.
         fresh = dist.new_group([0, 1], backend="gloo")
-        channel = make_channel(rank, mixed_plan(2, num_microbatches=2), transport, fresh, timeout=5.0)
+        channel = make_channel(rank, mixed_plan(2, num_microbatches=2), transport, fresh, timeout=2.0)
         try:
             act(channel)
         except (RuntimeError, ValueError) as error:
@@ -411,22 +391,21 @@ BROKEN = {
 CASES |= {
     case: (3, partial(fallback, kind=kind, culprit=rank), ["symmetric"]) for case, (kind, rank) in BROKEN.items()
 }
-SOAK = {"soak": (2, soak, DEVICES)}
 
 
 def run_rank(rank, world_size, transport, case):
     group = dist.new_group(list(range(world_size)), backend="gloo")
-    return (CASES | SOAK)[case][1](rank, group, transport)
+    return CASES[case][1](rank, group, transport)
 
 
 def run_case(transport, case):
     place = folder / transport / case
     os.environ["CASE_FOLDER"] = str(place)
-    return watch_ranks(run_rank, (CASES | SOAK)[case][0], place, transport, case, timeout=150)
+    return watch_ranks(run_rank, CASES[case][0], place, transport, case, timeout=150)
 
 
 if __name__ == "__main__":
-    folder, cases = Path(sys.argv[1]), {case: (CASES | SOAK)[case] for case in sys.argv[2:] or CASES}
+    folder, cases = Path(sys.argv[1]), {case: CASES[case] for case in sys.argv[2:] or CASES}
     # Open files are looked at, and what runs side by side has some that are not the channel's.
     outcomes = {("gloo", "killed"): run_case("gloo", "killed")} if "killed" in cases else {}
     runs = [(transport, case) for case, (_, _, over) in cases.items() for transport in over if case != "killed"]

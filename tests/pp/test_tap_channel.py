@@ -11,7 +11,7 @@ from unittest import mock
 import channel_worker
 import pytest
 import torch
-from channel_cases import require_one_crossing
+from channel_cases import TRANSPORTS, require_one_crossing
 from forked_ranks import TESTS, run_script, succeeded
 from prepared import run_prepared
 
@@ -218,16 +218,6 @@ def test_gloo_transport_refuses_other_backends(monkeypatch):
         GlooTransport(None)
 
 
-@pytest.mark.slow
-def test_soak_of_the_ways_of_gpus(tmp_path):
-    outcomes = run_script("channel_worker.py", tmp_path, "soak", timeout=280, folder="pp")
-    assert len(outcomes) == len(channel_worker.DEVICES)
-    for ranks in outcomes.values():
-        for grown, files in succeeded(ranks):
-            assert grown < 12 * 2**20
-            assert files <= 0
-
-
 def test_check_of_the_channel_on_gpus_runs_on_a_cpu():
     script = TESTS.parent / "benchmarks" / "gpu_tap_check.py"
     done = run_prepared(script, paths=[TESTS.parent], timeout=120)
@@ -236,9 +226,17 @@ def test_check_of_the_channel_on_gpus_runs_on_a_cpu():
     assert done.stdout.count("forwards ") == 8
 
 
-# All pipelines of the script: random sleeps, changing shapes, evaluations in between.
-def test_soak_of_200_steps():
+# Four pipelines over each transport: random sleeps, changing shapes, evaluations in between.
+@pytest.mark.parametrize(
+    ("steps", "transports"),
+    [
+        (40, ["gloo"]),
+        pytest.param(200, list(TRANSPORTS), marks=(pytest.mark.slow, pytest.mark.timeout(600))),
+    ],
+)
+def test_many_steps_neither_hang_nor_grow(steps, transports):
     script = TESTS.parent / "benchmarks" / "tap_soak.py"
-    done = run_prepared(script, "--steps", "200", paths=[TESTS.parent], timeout=280)
+    arguments = ("--steps", steps, "--transports", *transports)
+    done = run_prepared(script, *arguments, paths=[TESTS.parent], timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("every tap right") == 4
+    assert done.stdout.count("every tap right") == 4 * len(transports)
