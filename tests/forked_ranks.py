@@ -18,7 +18,7 @@ from prepared import run_prepared
 
 
 TESTS = Path(__file__).resolve().parent
-SIDE_BY_SIDE = 4
+SIDE_BY_SIDE = 8
 
 
 @dataclass

@@ -249,67 +249,62 @@ def recomputation(rank, group, transport):
     return channel.epoch, taken
 
 
-def refusals(rank, group, transport):
-    """What a caller does wrong on one rank is said there, and ends the channel for all."""
+def forward_of(channel, width=0, layers=(0, 1)):
+    """The first forward of rank 0, with taps of some layers."""
+    with channel.forward(0, 0):
+        for tap in channel.plan.taps_of(0):
+            if tap.layer in layers:
+                channel.capture(tap.layer, torch.zeros(1, 1, tap.width + width, dtype=tap.dtype))
+
+
+def captures_of(channel, *hidden):
+    """The first forward of rank 0, with these for its first tap."""
+    with channel.forward(0, 0):
+        for tensor in hidden:
+            channel.capture(0, tensor)
+
+
+# What a caller does wrong on rank 0, in a step that has begun or, by `(act,)`, outside of one.
+MISUSES = {
+    "other device": lambda channel: captures_of(channel, torch.zeros(1, 1, 3, device="meta")),
+    "no tap": lambda channel: forward_of(channel, layers=()),
+    "other width": lambda channel: forward_of(channel, width=1),
+    "one tap of two": lambda channel: forward_of(channel, layers=(0,)),
+    "forward twice": lambda channel: [forward_of(channel), forward_of(channel)],
+    "captured twice": lambda channel: captures_of(channel, *torch.zeros(2, 1, 1, 3)),
+    "taken elsewhere": lambda channel: channel.take(0),
+    "no forward": lambda channel: channel.end_step(),
+    "no step": (lambda channel: channel.end_step(),),
+    "no microbatch": (lambda channel: channel.begin_step([]),),
+}
+
+
+def refusal(rank, group, transport, misuse):
+    """What this rank is told of a misuse, and when it begins a step after it."""
+    channel, act = (
+        make_channel(rank, mixed_plan(2, num_microbatches=2), transport, group, timeout=2.0),
+        MISUSES[misuse],
+    )
     messages = []
 
-    def attempt(act):
-        # What is outstanding in a group when a channel fails stays there, so every attempt has its own.
-        fresh = dist.new_group([0, 1], backend="gloo")
-        channel = make_channel(rank, mixed_plan(2, num_microbatches=2), transport, fresh, timeout=2.0)
+    def told(act):
         try:
-            act(channel)
+            act()
         except (RuntimeError, ValueError) as error:
             messages.append(str(error))
-        try:
+
+    def misused():
+        if rank == 1 or not isinstance(act, tuple):
             channel.begin_step([(1, 1)] * 2)
-            messages.append("still usable")
-        except RuntimeError as error:
-            messages.append(str(error))
-        dist.barrier(group)
-        channel.close()
+        if rank == 1:
+            channel.take(1)
+        else:
+            (act[0] if isinstance(act, tuple) else act)(channel)
 
-    def forward(channel, microbatch=0, capture=True, width=0, layers=None, rows=(1, 1)):
-        with channel.forward(rank, microbatch):
-            for tap in channel.plan.taps_of(rank) if capture else ():
-                if layers is None or tap.layer in layers:
-                    channel.capture(tap.layer, torch.zeros(*rows, tap.width + width, dtype=tap.dtype))
-
-    def begun(act):
-        def run(channel):
-            channel.begin_step([(1, 1)] * 2)
-            act(channel)
-
-        return run
-
-    def twice(channel):
-        forward(channel)
-        forward(channel)
-
-    def captured_twice(channel):
-        with channel.forward(rank, 0):
-            for _ in range(2):
-                tap = channel.plan.taps_of(rank)[0]
-                channel.capture(tap.layer, torch.zeros(1, 1, tap.width, dtype=tap.dtype))
-
-    def on_another_device(channel):
-        with channel.forward(rank, 0):
-            channel.capture(0, torch.zeros(1, 1, 3, device="meta"))
-
-    if rank == 0:
-        attempt(begun(on_another_device))
-        attempt(begun(lambda channel: forward(channel, capture=False)))
-        attempt(begun(lambda channel: forward(channel, width=1)))
-        attempt(begun(lambda channel: forward(channel, layers=[0])))
-        attempt(begun(twice))
-        attempt(begun(captured_twice))
-        attempt(begun(lambda channel: channel.take(0)))
-        attempt(begun(lambda channel: channel.end_step()))
-        attempt(lambda channel: channel.end_step())
-        attempt(lambda channel: channel.begin_step([]))
-    else:
-        for _ in range(10):
-            attempt(begun(lambda channel: channel.take(1)))
+    told(misused)
+    told(lambda: channel.begin_step([(1, 1)] * 2))
+    dist.barrier()
+    channel.close()
     return messages
 
 
@@ -371,7 +366,7 @@ CASES = {
     "one slot, GPipe": (3, partial(changing_shapes, schedule="GPipe", slots=1), TRANSPORTS),
     "many slots": (2, many_slots, TRANSPORTS),
     "recomputation": (2, recomputation, ["gloo", "symmetric"]),
-    "refusals": (2, refusals, ["gloo"]),
+    **{misuse: (2, partial(refusal, misuse=misuse), ["gloo"]) for misuse in MISUSES},
     "leftovers": (2, leftovers, ["gloo", "symmetric"]),
     "one host": (2, one_host, ["gloo"]),
     "late receive": (2, late_receive, ["gloo"]),
@@ -410,5 +405,5 @@ if __name__ == "__main__":
     outcomes = {("gloo", "killed"): run_case("gloo", "killed")} if "killed" in cases else {}
     runs = [(transport, case) for case, (_, _, over) in cases.items() for transport in over if case != "killed"]
     # What waits for ranks that do not come is the longest.
-    runs.sort(key=lambda run: run[1] != "refusals" and "stops" not in run[1])
+    runs.sort(key=lambda run: "stops" not in run[1])
     torch.save(outcomes | side_by_side(run_case, runs), folder / "outcomes.pt")

@@ -73,26 +73,29 @@ def test_recomputed_forwards_and_evaluations_send_nothing(outcomes, transport, c
     assert results[1][1] == [True] * 6
 
 
-@pytest.mark.parametrize(("transport", "case"), over("refusals"))
-def test_wrong_use_is_named_and_ends_the_channel(outcomes, transport, case):
-    messages, others = succeeded(outcomes[transport, case])
-    expected = [
-        "Tap 0 is on meta, but the channel was made for cpu",
-        "did not run layers [0, 1]",
-        "shape (1, 1, 4), but torch.float32 of shape (1, 1, 3) was planned",
-        "did not run layers [1]",
-        "microbatch 0 runs twice",
-        "captured twice in one forward",
-        "Taps arrive on the rank of stage 1, not here",
-        "Stage 0 did not run microbatch 0",
-        "`end_step` without `begin_step`",
-        "at least one microbatch",
-    ]
-    for index, text in enumerate(expected):
-        assert text in messages[2 * index]
-        assert "cannot be used any more: rank 0" in messages[2 * index + 1]
-        # The other rank waits for taps: it is told what happened, or that they do not come.
-        assert "rank 0" in others[2 * index]
+REFUSALS = {
+    "other device": "Tap 0 is on meta, but the channel was made for cpu",
+    "no tap": "did not run layers [0, 1]",
+    "other width": "shape (1, 1, 4), but torch.float32 of shape (1, 1, 3) was planned",
+    "one tap of two": "did not run layers [1]",
+    "forward twice": "microbatch 0 runs twice",
+    "captured twice": "captured twice in one forward",
+    "taken elsewhere": "Taps arrive on the rank of stage 1, not here",
+    "no forward": "Stage 0 did not run microbatch 0",
+    "no step": "`end_step` without `begin_step`",
+    "no microbatch": "at least one microbatch",
+}
+
+
+@pytest.mark.parametrize("misuse", channel_worker.MISUSES)
+def test_wrong_use_is_named_and_ends_the_channel(outcomes, misuse):
+    messages, others = succeeded(outcomes["gloo", misuse])
+    assert REFUSALS[misuse] in messages[0]
+    # The other rank waits for taps: it is told what happened, or that they do not come.
+    assert "rank 0" in others[0]
+    for told in (messages, others):
+        assert len(told) == 2
+    assert "cannot be used any more: rank 0" in messages[1]
 
 
 @pytest.mark.parametrize(("transport", "case"), over("leftovers"))
