@@ -2,20 +2,21 @@
 What training the draft adds to a GRPO step, on SmolLM2-135M-Instruct with all weights trained.
 
 Three trainers take turns step by step in one process: without a draft, with one of 4,096 tokens, and with one of the
-full vocabulary. Rollouts are plain for all and have the same seeds, and the losses of every step must be equal before a
-time counts: the draft changes nothing but time. Times are processor time of one thread. How long a step is apart from
-the draft depends on how its rollouts are made, so that the share of a step is given as measured, and for a step whose
-rollouts take half of it: `1 + draft / (2 * update)`, update being the step without draft and rollouts.
+full vocabulary. Rollouts are plain for all and have the same seeds, and the losses of every step must be equal before
+a time counts: the draft changes nothing but time. Times are processor time of one thread. How long a step is apart
+from the draft depends on how its rollouts are made, so that the share of a step is given as measured, and for a step
+whose rollouts take half of it: `1 + draft / (2 * update)`, update being the step without draft and rollouts.
 
-Multiply-adds of the draft on a microbatch are counted by torch while it runs and compared with the printed formula. With T
-packed tokens, R rows that later passes need, K passes, N rows that count in all passes together, P teacher positions
-(draft sizes H, I, Hq, Hkv, D, n taps of the policy's width Ht; Vd and V tokens):
+Multiply-adds of the draft on a microbatch are counted by torch while it runs and compared with the printed formula.
+With T packed tokens, R rows that later passes need, K passes, N rows that count in all passes together, P teacher
+positions (draft sizes H, I, Hq, Hkv, D, n taps of the policy's width Ht; Vd and V tokens):
 
-    layer     (T + (K - 1) R) (2 H D (Hq + 2 Hkv) + H D Hq + 3 H I)      forward, and twice in the backward
-    fc        T n Ht H                                                   forward, and once (taps are constants)
-    attention sum over documents, with t tokens and r rows: Hq D (t^2 + (K - 1) r (2 t - r)) forward, 2.5 times backward
-    head      N H Vd                                                     forward, and twice
-    teacher   P Ht V                                                     forward
+    layer     (T + (K - 1) R) (2 H D (Hq + 2 Hkv) + H D Hq + 3 H I)    forward, and twice in the backward
+    fc        T n Ht H                                                 forward, and once (taps are constants)
+    attention sum over documents, with t tokens and r rows:
+              Hq D (t^2 + (K - 1) r (2 t - r))                         forward, and 2.5 times in the backward
+    head      N H Vd                                                   forward, and twice
+    teacher   P Ht V                                                   forward
 
 Three kinds of rollouts: short answers to the demo's word problems, answers of 192 tokens, and three turns of 24 tokens
 with 40 tokens of a tool's output after the first two, on which nothing is trained.
@@ -298,7 +299,8 @@ def report(kind: str, clocks: dict[str, StepClock], trainers: dict[str, KeepsBat
         expected, measured = sum(parts.values()), measured_multiply_adds(trainers[name])
         shares = ", ".join(f"{part} {amount / expected:.0%}" for part, amount in parts.items())
         print(
-            f"  {name:<16} step {statistics.median(ratios):.3f}x (of {', '.join(f'{ratio:.3f}' for ratio in ratios)}); "
+            f"  {name:<16} step {statistics.median(ratios):.3f}x "
+            f"(of {', '.join(f'{ratio:.3f}' for ratio in ratios)}); "
             f"with half a step in rollouts {statistics.median(halves):.3f}x\n"
             f"  {'':<16} multiply-adds {measured / 1e9:.1f}G measured, {expected / 1e9:.1f}G by the formula "
             f"({measured / expected:.3f}): {shares}",

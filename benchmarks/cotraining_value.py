@@ -2,10 +2,10 @@
 What co-training buys: along one recorded policy trajectory per seed, how well do drafts keep up that are frozen, that
 go on learning from the *base* policy's rollouts (control), and that learn from the policy as it moves (co-trained)?
 
-The draft is first trained on the base policy until its accept length stops growing. Then, per seed, GRPO runs once with
-plain rollouts and is recorded; every arm replays it. At each step the accept length of each arm's draft is taken on
-rollouts of the current policy that it has not trained on yet; then the arm makes one update, as the trainer does. Real
-rollouts are timed for all arms and for no draft at three points, in turns, in processor time of one thread.
+The draft is first trained on the base policy until its accept length stops growing. Then, per seed, GRPO runs once
+with plain rollouts and is recorded; every arm replays it. At each step the accept length of each arm's draft is taken
+on rollouts of the current policy that it has not trained on yet; then the arm makes one update, as the trainer does.
+Real rollouts are timed for all arms and for no draft at three points, in turns, in processor time of one thread.
 
 Two cases: `demo`, SmolLM2-135M on the demo's word problems; `switch`, a tiny policy trained from scratch whose task
 changes midway, so that it provably moves far.
@@ -95,8 +95,8 @@ def replay_seed(case: Case, seed: int, folder: Path, draft: Eagle3DraftModel | N
                 arm.update(fresh if arm.on_policy else control)
         shown = ", ".join(f"{name} {length:.3f}" for name, length in lengths.items())
         say(
-            f"[{case.name} seed {seed}] step {index}: reward {record['reward']:.2f}, KL {steps[-1]['divergence']:.3f}, "
-            f"accept length {shown}"
+            f"[{case.name} seed {seed}] step {index}: reward {record['reward']:.2f}, "
+            f"KL {steps[-1]['divergence']:.3f}, accept length {shown}"
         )
     result = {"steps": steps, "timings": timings}
     if len(rates) == 1:

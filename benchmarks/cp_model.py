@@ -1,11 +1,11 @@
 """
 A model, not a measurement: time of a draft's attention over K passes on GPUs that were not at hand.
 
-The work of every rank and step of the ring is counted on the library's own layouts, so imbalance, empty steps and whole
-documents are in it. Assumed and settable: achieved attention throughput, bandwidth of a link in one direction, latency
-of a step, backward = 2.5 x the forward's FLOPs, messages under computing where there is any (a step lasts as long as
-the longer of both; gathering hides behind nothing), all ranks wait for the slowest in every step. Not in it: the
-kernels' loss of speed on small blocks, other traffic on the links, everything but attention.
+The work of every rank and step of the ring is counted on the library's own layouts, so imbalance, empty steps and
+whole documents are in it. Assumed and settable: achieved attention throughput, bandwidth of a link in one direction,
+latency of a step, backward = 2.5 x the forward's FLOPs, messages under computing where there is any (a step lasts as
+long as the longer of both; gathering hides behind nothing), all ranks wait for the slowest in every step. Not in it:
+the kernels' loss of speed on small blocks, other traffic on the links, everything but attention.
 
 The bytes are those of docs/parallelism.md, which a test counts on the wire.
 
@@ -85,7 +85,8 @@ def main():
         f"{args.flops:.0e} FLOP/s assumed"
     )
     print(
-        f"{'tokens':>8} {'pack':10} {'cp':>3} {'layout':8} {'link':8} {'ideal s':>8}   x ideal: ring, gather_once, gather"
+        f"{'tokens':>8} {'pack':10} {'cp':>3} {'layout':8} {'link':8} {'ideal s':>8}   "
+        "x ideal: ring, gather_once, gather"
     )
     for length in args.lengths:
         for name, doc_lens in packs(length).items():

@@ -4,9 +4,9 @@ Draft attention over K passes, split over 1, 2 and 4 processes, against two base
 (a) dense: one process, keys of all passes concatenated and masked, as an unroll without a branch kernel does it;
 (b) gather: split, the trunk's keys gathered anew in every pass.
 
-First all arms are checked to give the same output and gradients. Then, per rank: bytes kept for the backward, bytes sent,
-growth of the resident size, time. On a CPU the processes share the cores, so times say nothing about scaling, only about
-overhead.
+First all arms are checked to give the same output and gradients. Then, per rank: bytes kept for the backward, bytes
+sent, growth of the resident size, time. On a CPU the processes share the cores, so times say nothing about scaling,
+only about overhead.
 
     python benchmarks/cp_scaling.py --length 2048 --passes 4
 """
@@ -128,12 +128,14 @@ def main():
     args = parser.parse_args()
     print(f"{machine()}, gloo, float32")
     print(
-        f"one document of {args.length} tokens, K = {args.passes}, heads {args.heads}/{args.kv_heads} x {args.head_dim}"
+        f"one document of {args.length} tokens, K = {args.passes}, "
+        f"heads {args.heads}/{args.kv_heads} x {args.head_dim}"
     )
     with tempfile.TemporaryDirectory() as folder:
         expected, dense = run(args, "dense", 1, folder)
         print(
-            f"{'arm':12} {'ranks':>5} {'kept MB':>8} {'peak MB':>8} {'sent MB':>8} {'s':>6}   kept / dense, sent / gather"
+            f"{'arm':12} {'ranks':>5} {'kept MB':>8} {'peak MB':>8} {'sent MB':>8} {'s':>6}   "
+            "kept / dense, sent / gather"
         )
         row = "{:12} {:5} {:8.1f} {:8.1f} {:8.2f} {:6.2f}   "
         scale = lambda costs: [costs[name] / 1e6 for name in ("kept", "peak", "sent")] + [costs["seconds"]]  # noqa: E731

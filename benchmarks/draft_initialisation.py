@@ -1,9 +1,9 @@
 """
 Where a fresh draft should start: held-out loss of pass 0 before and after a few updates, for three starts.
 
-Policy and task are the demo's (SmolLM2-135M-Instruct, word problems). All starts train on the same rollouts in the same
-order; the loss is in nats per token over the whole vocabulary, so smaller is better and ln(49152) = 10.8 is a uniform
-guess. One seed.
+Policy and task are the demo's (SmolLM2-135M-Instruct, word problems). All starts train on the same rollouts in the
+same order; the loss is in nats per token over the whole vocabulary, so smaller is better and ln(49152) = 10.8 is a
+uniform guess. One seed.
 
     python benchmarks/draft_initialisation.py --updates 20
 """

@@ -1,12 +1,14 @@
 """
-Memory of a rank for the draft's AdamW whose state ranks share (`draft_shard_optimizer`), against AdamW that is whole on each:
+Memory of a rank for the draft's AdamW whose state ranks share (`draft_shard_optimizer`), against AdamW that is whole
+on each:
 
     OMP_NUM_THREADS=1 python benchmarks/draft_optimizer.py
 
-Gloo processes on this machine update the same random draft with the same gradients, in turns whole and shared, new processes
-each time. Weights that they end with are compared: between both, and between ranks to the bit. Printed are bytes of state, how
-far resident memory rises with the first update (moments are made then), the seconds of a later one, and how far its peak rises
-while the state is gathered for a checkpoint, on the rank that keeps it (rank 0) and on the others.
+Gloo processes on this machine update the same random draft with the same gradients, in turns whole and shared, new
+processes each time. Weights that they end with are compared: between both, and between ranks to the bit. Printed are
+bytes of state, how far resident memory rises with the first update (moments are made then), the seconds of a later
+one, and how far its peak rises while the state is gathered for a checkpoint, on the rank that keeps it (rank 0) and on
+the others.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """
 Quality of the draft per second of its training: which settings to train a draft with, on SmolLM2-135M-Instruct.
 
-Every setting differs from the first in one thing, starts anew, sees the same completions of the policy in the same order
-and may spend the same processor time on updates (evaluation not counted). What counts is the simulated accept length on
-held-out completions, always with the same number of draft tokens; tokens outside a reduced vocabulary count as rejected.
-The first setting runs twice, with another order of the completions: what the two differ by is noise.
+Every setting differs from the first in one thing, starts anew, sees the same completions of the policy in the same
+order and may spend the same processor time on updates (evaluation not counted). What counts is the simulated accept
+length on held-out completions, always with the same number of draft tokens; tokens outside a reduced vocabulary count
+as rejected. The first setting runs twice, with another order of the completions: what the two differ by is noise.
 
     OMP_NUM_THREADS=1 python benchmarks/draft_settings.py --seconds 150
 """
@@ -99,7 +99,9 @@ def accept_length(draft: Eagle3DraftModel, head: PolicyHead, batches: list[Draft
 
 
 def train(draft, head, data: Data, arguments: DraftTrainingArguments, order: int, marks: list[float]):
-    """Updates within `marks[-1]` processor seconds; returns their number and `(updates, accept length)` at each mark."""
+    """
+    Updates within `marks[-1]` processor seconds; returns their number and `(updates, accept length)` at each mark.
+    """
     trainer = DraftTrainer(draft, head, arguments, num_training_steps=1)
     shuffled, spent, updates, reached = random.Random(order), 0.0, 0, []
     batches = data.training_batches(arguments.num_passes)
@@ -134,7 +136,8 @@ def main() -> None:
     marks = [args.seconds * share for share in (0.25, 0.5, 1.0)]
     print(
         f"{machine()}, 1 thread; {args.rollouts} completions, {UPDATE_ROWS} an update, "
-        f"{int(data.counts.sum())} tokens; accept length on {args.held_out} held-out ones, {EVALUATED_TOKENS} draft tokens"
+        f"{int(data.counts.sum())} tokens; accept length on {args.held_out} held-out ones, "
+        f"{EVALUATED_TOKENS} draft tokens"
     )
     print(f"{'setting':<24}" + "".join(f"{f'{mark:.0f} CPU s':>12}" for mark in marks) + f"{'updates':>10}")
     for name in args.only:

@@ -1,12 +1,13 @@
 """
-The kernels of sharded attention on a GPU, and rings emulated on it: what can be checked of context parallelism with one
-device, before several are at hand. Without a GPU, or with `--device cpu`, the same code runs small, with the CPU's kernels.
+The kernels of sharded attention on a GPU, and rings emulated on it: what can be checked of context parallelism with
+one device, before several are at hand. Without a GPU, or with `--device cpu`, the same code runs small, with the CPU's
+kernels.
 
 1. Kernels against plain torch in float32, forward and backward: queries that are a suffix of their document, keys seen
    without a mask, windows, shared key heads, head dims that are padded, values of another width.
-2. Rings: the rows of one document split zigzag over `c` ranks; each rank's blocks computed in the order in which a ring
-   brings them, without the messages. Output and gradients against one flash call over the whole document, and the time
-   of the slowest rank against a `c`-th of that call's: what splitting alone costs.
+2. Rings: the rows of one document split zigzag over `c` ranks; each rank's blocks computed in the order in which a
+   ring brings them, without the messages. Output and gradients against one flash call over the whole document, and the
+   time of the slowest rank against a `c`-th of that call's: what splitting alone costs.
 
 Prints one line per check and exits with 1 if an error is out of bounds.
 

@@ -1,10 +1,10 @@
 """
 Rollouts on a GPU with and without CUDA graphs: first that they return the same tokens, then what a round costs.
 
-Policy and draft have random weights of realistic sizes, so almost nothing is accepted: what is measured is the time of a
-round, `time / policy forwards`, not a speed-up. A round of `k` drafted tokens pays if the accept length is larger than its
-time in steps of `generate`, the last column. Recording is part of the time, as it is in a rollout. Without a GPU, or with
-`--device cpu`, the same code runs small and without graphs.
+Policy and draft have random weights of realistic sizes, so almost nothing is accepted: what is measured is the time of
+a round, `time / policy forwards`, not a speed-up. A round of `k` drafted tokens pays if the accept length is larger
+than its time in steps of `generate`, the last column. Recording is part of the time, as it is in a rollout. Without a
+GPU, or with `--device cpu`, the same code runs small and without graphs.
 
     python benchmarks/gpu_rollout_check.py
 """

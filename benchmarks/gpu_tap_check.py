@@ -1,6 +1,6 @@
 """
-The tap channel on GPUs: first that every tap arrives to the bit, then what a step costs. One rank per GPU. Without GPUs
-the same runs small on a CPU, where a file stands for symmetric memory: its times say nothing.
+The tap channel on GPUs: first that every tap arrives to the bit, then what a step costs. One rank per GPU. Without
+GPUs the same runs small on a CPU, where a file stands for symmetric memory: its times say nothing.
 
 1. Which way a channel finds by its probe; a warning says why not a shorter one.
 2. Cases of `tests/pp` over each way of GPUs: several dtypes and schedules, shapes that change, slots that grow, taps

@@ -4,9 +4,9 @@ GRPO with rollouts by vLLM on a GPU, with and without the co-trained draft, awak
     python benchmarks/gpu_vllm_check.py                        # one GPU, vLLM 0.27 to 0.30, about 10 minutes
     python benchmarks/gpu_vllm_check.py --dry-run              # a CPU without vLLM: everything but the engine
 
-For each run, correctness first: the engine holds the trainer's policy head and draft, bit for bit in the engine's dtype,
-and gives the logprobs that the trainer computes. Then rollout tokens per second, and their ratio to the run without a
-draft.
+For each run, correctness first: the engine holds the trainer's policy head and draft, bit for bit in the engine's
+dtype, and gives the logprobs that the trainer computes. Then rollout tokens per second, and their ratio to the run
+without a draft.
 """
 
 import argparse

@@ -1,12 +1,14 @@
 """
 A picture of one step: a policy in a pipeline, its taps, and a draft that learns from them on the last rank.
 
-The upper half is the trace of a real step of CPU processes. They share the machine's cores, so its times say in which order
-things happen, not how fast they could be. The lower half is a simulation: the CPU times of the same operations, each rank
-given a core of its own. The share of the draft's work that is hidden behind backwards of earlier stages is simulated too.
+The upper half is the trace of a real step of CPU processes. They share the machine's cores, so its times say in which
+order things happen, not how fast they could be. The lower half is a simulation: the CPU times of the same operations,
+each rank given a core of its own. The share of the draft's work that is hidden behind backwards of earlier stages is
+simulated too.
 
-Checked before anything is drawn: the draft's work starts after the last backward of its rank; no rank needs anything of the
-draft to end its step (the draft waits until all have ended theirs in a first step); the taps make the draft learn.
+Checked before anything is drawn: the draft's work starts after the last backward of its rank; no rank needs anything
+of the draft to end its step (the draft waits until all have ended theirs in a first step); the taps make the draft
+learn.
 
     python benchmarks/pipeline_timeline.py --output docs/pipeline_timeline.svg
 """
@@ -163,7 +165,9 @@ def operation_times(traces):
 
 
 def simulate(args, times):
-    """Bars (rank, kind, microbatch, start, end) of a step on a core per rank, and the share of the draft that is hidden."""
+    """
+    Bars (rank, kind, microbatch, start, end) of a step on a core per rank, and the share of the draft that is hidden.
+    """
     order = schedule_order("1F1B", args.ranks, args.ranks, args.microbatches)
     time_of = lambda action: times[action.stage, "backward" if action.backward else "forward"]  # noqa: E731
     ends = action_ends(order, args.ranks, time_of)
@@ -223,7 +227,8 @@ def main():
         assert started >= max(event[3] for event in events if event[0] == "backward")
     assert losses[-1] < losses[0]
     print(
-        f"the draft starts after its rank's last backward in all {args.steps} steps; its loss: {losses[0]:.3f} -> {losses[-1]:.3f}"
+        f"the draft starts after its rank's last backward in all {args.steps} steps; "
+        f"its loss: {losses[0]:.3f} -> {losses[-1]:.3f}"
     )
     print("in step 0 the draft waited until every rank had ended its step: none needs anything of it")
     times = operation_times(traces)

@@ -1,12 +1,12 @@
 """
-What it brings to count the draft where layers of a pipeline are balanced (`trl_codraft/pp/balance.py`). The draft learns on
-the last rank after its last backward, so fewer layers there let it begin sooner, and make other stages slower. Simulated for
-1F1B, nothing is run: a layer's forward takes 1, its backward 2, messages no time.
+What it brings to count the draft where layers of a pipeline are balanced (`trl_codraft/pp/balance.py`). The draft
+learns on the last rank after its last backward, so fewer layers there let it begin sooner, and make other stages
+slower. Simulated for 1F1B, nothing is run: a layer's forward takes 1, its backward 2, messages no time.
 
 Printed, over many shapes, as time of a step over that with the head alone counted: with the draft counted as if it ran
-inside the last stage; with the number of layers that the simulation finds; and with that number where the draft in truth
-takes half of what it was taken for, as where prompts, of which later passes run nothing, are half of the tokens; and by
-what share the largest stage grows. Then the same without the limit to that growth.
+inside the last stage; with the number of layers that the simulation finds; and with that number where the draft in
+truth takes half of what it was taken for, as where prompts, of which later passes run nothing, are half of the tokens;
+and by what share the largest stage grows. Then the same without the limit to that growth.
 
     python benchmarks/pp_balance.py
 """

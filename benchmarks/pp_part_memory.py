@@ -3,9 +3,9 @@ Memory of a rank that loads its stages alone, against one that loads the whole p
 
     OMP_NUM_THREADS=1 python benchmarks/pp_part_memory.py
 
-A random Llama is written to a temporary folder. Each load runs in a process of its own, in turns; printed is how far the
-process's peak resident memory rises above what it was before, with every weight read once (files are mapped: until then
-it would be hardly anything). Weights are compared with those in the file first.
+A random Llama is written to a temporary folder. Each load runs in a process of its own, in turns; printed is how far
+the process's peak resident memory rises above what it was before, with every weight read once (files are mapped: until
+then it would be hardly anything). Weights are compared with those in the file first.
 """
 
 import argparse

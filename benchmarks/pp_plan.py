@@ -1,11 +1,13 @@
 """
-What each rank of a pipeline would hold of a large policy, before anything is allocated: the table that the trainer prints
-when it is built, for a policy of a given shape on a given number of GPUs, ranks holding their stages alone (rollouts by a
-vLLM server). Calculated from shapes, nothing is run: see `trl_codraft/pp/memory.py` for what is counted and what is not.
+What each rank of a pipeline would hold of a large policy, before anything is allocated: the table that the trainer
+prints when it is built, for a policy of a given shape on a given number of GPUs, ranks holding their stages alone
+(rollouts by a vLLM server). Calculated from shapes, nothing is run: see `trl_codraft/pp/memory.py` for what is counted
+and what is not.
 
 By default the shape of Mistral-Large-Instruct-2411 (123B weights, 88 layers) on 2 nodes of 8 GPUs of 131 GiB (H200),
-bfloat16, microbatches of one row of 8,192 tokens, one micro-step, gradient checkpointing, a draft of the full vocabulary on every rank.
-Below each table, what it comes to where all ranks share the state of the draft's optimizer (`draft_shard_optimizer`).
+bfloat16, microbatches of one row of 8,192 tokens, one micro-step, gradient checkpointing, a draft of the full
+vocabulary on every rank. Below each table, what it comes to where all ranks share the state of the draft's optimizer
+(`draft_shard_optimizer`).
 
     python benchmarks/pp_plan.py
 """

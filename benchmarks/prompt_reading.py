@@ -1,9 +1,9 @@
 """
-What reading prompts together saves: the prefill of our loop in one forward over all rows, as `generate` reads them, against
-each beginning once and the rest in a second forward, and against equal prompts as one row.
+What reading prompts together saves: the prefill of our loop in one forward over all rows, as `generate` reads them,
+against each beginning once and the rest in a second forward, and against equal prompts as one row.
 
-Prompts are random tokens of SmolLM2-135M-Instruct, of one length or ragged, that share their first ones. First greedy tokens
-are compared, then medians of alternated calls for one new token, in processor time.
+Prompts are random tokens of SmolLM2-135M-Instruct, of one length or ragged, that share their first ones. First greedy
+tokens are compared, then medians of alternated calls for one new token, in processor time.
 
     OMP_NUM_THREADS=1 python benchmarks/prompt_reading.py
 """
@@ -83,7 +83,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     print(f"{machine()}, 1 thread, fp32, medians of {args.turns} turns")
     print(
-        f"{'rows':>5}{'tokens':>8}{'shared':>8}{'lengths':>9}{'at once s':>11}{'together s':>12}{'ratio':>7}{'chosen':>11}"
+        f"{'rows':>5}{'tokens':>8}{'shared':>8}{'lengths':>9}{'at once s':>11}{'together s':>12}"
+        f"{'ratio':>7}{'chosen':>11}"
     )
     for rows, length, shared, step in CASES:
         ids, mask, prompts = prompts_of(rows, length, shared, step, generator)
@@ -100,8 +101,8 @@ def main() -> None:
         plan = prompt_blocks(prompts, loop.MIN_SAVED_TOKENS_ON_CPU)
         joint = len(plan) == 2 or len(plan[0].tokens) < rows
         print(
-            f"{rows:5}{length:8}{shared:8}{'ragged' if step else 'one':>9}{once:11.2f}{shares:12.2f}{once / shares:7.2f}"
-            f"{'together' if joint else 'at once':>11}",
+            f"{rows:5}{length:8}{shared:8}{'ragged' if step else 'one':>9}{once:11.2f}{shares:12.2f}"
+            f"{once / shares:7.2f}{'together' if joint else 'at once':>11}",
             flush=True,
         )
     decoder.close()

@@ -229,8 +229,8 @@ def auto(bench: Bench, rows: int, kind: str, pairs: int, names: list[str], ends:
         (mean, low), (mean_decoding, low_decoding) = bound(ratios[name]), bound(decoding[name])
         stats, report = arms[name].stats, arms[name].controller.report.metrics()
         print(
-            f"auto, batch {rows}, {kind}, {name} draft, {pairs} pairs of {'ragged' if ends else 'equal'} lengths: ratio "
-            f"{mean:.3f}, lower 95% bound {low:.3f}; "
+            f"auto, batch {rows}, {kind}, {name} draft, {pairs} pairs of "
+            f"{'ragged' if ends else 'equal'} lengths: ratio {mean:.3f}, lower 95% bound {low:.3f}; "
             f"without prefills {mean_decoding:.3f}, {low_decoding:.3f}; "
             f"first pair {ratios[name][0]:.2f}; {stats.num_draft_tokens:.1f} draft tokens in "
             f"{stats.verifications / max(stats.row_forwards, 1):.0%} of row forwards, accept length "

@@ -85,8 +85,8 @@ def main() -> None:
     separate, traced = median["without"] + median["forward"], median["with"]
     print(f"{machine()}, 1 thread, {args.rows} rows, {args.new_tokens} new tokens, {args.turns} turns: equal states")
     print(
-        f"rollout {median['without']:.1f} s, separate forward {median['forward']:.1f} s, rollout that keeps its states "
-        f"{traced:.1f} s: {separate / traced:.2f}x"
+        f"rollout {median['without']:.1f} s, separate forward {median['forward']:.1f} s, "
+        f"rollout that keeps its states {traced:.1f} s: {separate / traced:.2f}x"
     )
 
 

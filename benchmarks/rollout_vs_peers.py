@@ -1,8 +1,8 @@
 """
-Our rollouts against other ways of speculating on unmodified Hugging Face models: the same policy, the same trained draft,
-the same prompts, the same number of draft tokens; tokens per second of processor time, one thread, in turns.
+Our rollouts against other ways of speculating on unmodified Hugging Face models: the same policy, the same trained
+draft, the same prompts, the same number of draft tokens; tokens per second of processor time, one thread, in turns.
 
-    economize    batched EAGLE-3 (PyPI `economize`, Apache-2.0; not installed by this package: `pip install economize`).
+    economize    batched EAGLE-3 (PyPI `economize`, Apache-2.0; `pip install economize`, this package does not).
                  `decode_batch` is called directly, its own `generate` does not accept transformers 5.24's arguments
     lookup       prompt lookup of Transformers, which only knows batch 1
 

@@ -286,7 +286,8 @@ def report(args, results):
     """Prints the table and returns what is wrong."""
     wrong = []
     print(
-        f"{'rank':>4} {'arm':14} {'step CPU ms':>11} {'taps CPU':>9} {'blocked':>9} {'tap MB':>8} {'formula':>8} {'other MB':>9}"
+        f"{'rank':>4} {'arm':14} {'step CPU ms':>11} {'taps CPU':>9} {'blocked':>9} {'tap MB':>8} "
+        f"{'formula':>8} {'other MB':>9}"
     )
     for rank, records in enumerate(results):
         step_cpu = statistics.median(record[0] for record in records["off"])
@@ -319,7 +320,8 @@ def report(args, results):
     relayed = sum(records["relay"][-1][5] - records["off"][-1][5] for records in results)
     direct = sum(records["gloo"][-1][4] for records in results)
     print(
-        f"bytes of taps per step: {direct / 1e6:.2f} MB by the channel, {relayed / 1e6:.2f} MB on activations and gradients"
+        f"bytes of taps per step: {direct / 1e6:.2f} MB by the channel, {relayed / 1e6:.2f} MB on "
+        "activations and gradients"
     )
     return wrong
 
@@ -340,8 +342,9 @@ def main():
     args = parser.parse_args()
     print(f"{machine()}, {args.ranks} processes of one thread")
     print(
-        f"{args.layers} layers of {args.hidden}, {args.microbatches} microbatches of {args.rows} x {args.length}, 1F1B, "
-        f"a tap per stage: B * S * H * itemsize = {args.rows * args.length * args.hidden * 4} bytes each, medians of {args.steps} steps"
+        f"{args.layers} layers of {args.hidden}, {args.microbatches} microbatches of {args.rows} x {args.length}, "
+        f"1F1B, a tap per stage: B * S * H * itemsize = {args.rows * args.length * args.hidden * 4} bytes each, "
+        f"medians of {args.steps} steps"
     )
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, args=(args, folder), nprocs=args.ranks)

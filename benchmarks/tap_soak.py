@@ -1,8 +1,8 @@
 """
 Endurance of the tap channel: many steps with ranks that sleep at random, shapes and numbers of microbatches that
 change, evaluations in between, over gloo or a way of GPUs (on a CPU) and several schedules. Every tap of every
-microbatch is compared with its known value; resident memory and open files must not grow. Ends with a non-zero code, or
-not at all, if something is wrong.
+microbatch is compared with its known value; resident memory and open files must not grow. Ends with a non-zero code,
+or not at all, if something is wrong.
 
     python benchmarks/tap_soak.py --steps 2000
 """

@@ -2,8 +2,8 @@
 The draft that the rollout benchmarks use: trained on the policy's own completions, once, within a stated budget.
 
 Policy and task are the demo's (SmolLM2-135M-Instruct, word problems). Completions of training prompts are sampled at
-temperature 1 and, one in three, greedily; the draft then takes a fixed number of updates. Tokens and processor time are
-printed and kept in `budget.json` beside the draft, which is cached under `~/.cache/trl_codraft`.
+temperature 1 and, one in three, greedily; the draft then takes a fixed number of updates. Tokens and processor time
+are printed and kept in `budget.json` beside the draft, which is cached under `~/.cache/trl_codraft`.
 
     OMP_NUM_THREADS=1 python benchmarks/trained_draft.py
 """

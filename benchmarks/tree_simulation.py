@@ -2,14 +2,15 @@
 Would draft trees beat draft chains? A simulation from logged acceptance and measured costs.
 
 The policy's own completions of held-out prompts are logged with their hidden states. At every position and depth, with
-the draft fed by the true tokens before it, the simulation notes which of its candidates would have been kept: greedily,
-whether the policy's token is the draft's first, second, ... choice; at temperature 1, whether the first, second, ... of
-candidates drawn from the draft without replacement survives when each is accepted with probability `min(1, p / q)` and
-`p` becomes `norm(max(p - q, 0))` after a refusal (recursive rejection sampling, exact like our chains).
+the draft fed by the true tokens before it, the simulation notes which of its candidates would have been kept:
+greedily, whether the policy's token is the draft's first, second, ... choice; at temperature 1, whether the first,
+second, ... of candidates drawn from the draft without replacement survives when each is accepted with probability
+`min(1, p / q)` and `p` becomes `norm(max(p - q, 0))` after a refusal (recursive rejection sampling, exact like our
+chains).
 
 From these rates the best static tree of N nodes is grown (always the node with the largest probability of being kept;
-a chain is the tree with one candidate everywhere). A round costs the measured forward over `rows * (N + 1)` tokens and a
-measured draft step per level. The best tree and the best chain of each batch size are compared.
+a chain is the tree with one candidate everywhere). A round costs the measured forward over `rows * (N + 1)` tokens and
+a measured draft step per level. The best tree and the best chain of each batch size are compared.
 
     OMP_NUM_THREADS=1 python benchmarks/tree_simulation.py
 """
@@ -160,9 +161,9 @@ def main() -> None:
                 trees[nodes] = tokens * forwards[0] / (forwards[nodes] + depth * step), tokens, levels
             k, n = max(chains, key=chains.get), max(trees, key=lambda nodes: trees[nodes][0])
             print(
-                f"batch {rows:2}, {kind:6}: best chain k={k} {chains[k]:.2f}x ({chain(rates[kind], k):.2f} tokens); best "
-                f"tree {n} nodes, levels {trees[n][2]} {trees[n][0]:.2f}x ({trees[n][1]:.2f} tokens); tree / chain "
-                f"{trees[n][0] / max(chains[k], 1.0):.3f}",
+                f"batch {rows:2}, {kind:6}: best chain k={k} {chains[k]:.2f}x ({chain(rates[kind], k):.2f} tokens); "
+                f"best tree {n} nodes, levels {trees[n][2]} {trees[n][0]:.2f}x ({trees[n][1]:.2f} tokens); "
+                f"tree / chain {trees[n][0] / max(chains[k], 1.0):.3f}",
                 flush=True,
             )
 

@@ -1,7 +1,7 @@
 """
-FSDP2 by Accelerate on CPUs. Accelerate shards on accelerators only: with CPUs it leaves `ACCELERATE_USE_FSDP` unread when it
-decides what kind of run this is. Everything after that decision (wrapping, loading, clipping, saving) is its own code, and
-torch shards over gloo as over NCCL.
+FSDP2 by Accelerate on CPUs. Accelerate shards on accelerators only: with CPUs it leaves `ACCELERATE_USE_FSDP` unread
+when it decides what kind of run this is. Everything after that decision (wrapping, loading, clipping, saving) is its
+own code, and torch shards over gloo as over NCCL.
 """
 
 import os

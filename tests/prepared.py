@@ -1,8 +1,8 @@
 """
 Runs scripts of tests in processes that have imported everything already: importing TRL takes longer than most of them.
 
-`python prepared.py` is the process that imports once and then, for each line on its standard input, forks one that runs a
-script, and answers with its number and, when it has ended, its exit code and what it wrote.
+`python prepared.py` is the process that imports once and then, for each line on its standard input, forks one that
+runs a script, and answers with its number and, when it has ended, its exit code and what it wrote.
 """
 
 import atexit

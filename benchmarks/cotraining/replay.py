@@ -195,9 +195,9 @@ def train_to_plateau(
     say: Callable[[str], None],
 ) -> DraftTrainer:
     """
-    Trains a draft on rollouts of the base policy until its accept length on held-out ones stops growing: a fresh one at
-    the learning rate of pretraining first, then every one at that of co-training, so that a later gain is not merely that
-    of a smaller rate.
+    Trains a draft on rollouts of the base policy until its accept length on held-out ones stops growing: a fresh one
+    at the learning rate of pretraining first, then every one at that of co-training, so that a later gain is not
+    merely that of a smaller rate.
 
     Args:
         policy ([`Policy`]):

@@ -1,10 +1,9 @@
 """A process that dies or stalls ends the others, soon and with an error: nobody waits forever."""
 
 import pytest
+from cp.trainer_fault_worker import FAULTS
+from faults import TIMEOUT
 from forked_ranks import run_script
-
-
-TIMEOUT = 10
 
 
 @pytest.fixture(scope="module")
@@ -14,21 +13,11 @@ def seen(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "killed in attention",
-        "stalled in attention",
-        "killed in a reward",
-        "stalled in a reward",
-        "plain run, killed in a reward",
-        "plain run, killed in the draft",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_other_rank_ends_with_an_error_that_names_it_within_the_timeout(seen, fault):
-    exit_code, seconds, message = seen[fault]
-    assert exit_code not in (0, None)
-    assert seconds <= TIMEOUT + 10
+    assert seen[fault].exitcodes[0] not in (0, None)
+    assert seen[fault].seconds <= TIMEOUT + 10
+    message = seen[fault].messages[0]
     if "attention" in fault:
         assert "no answer from rank 1" in message
         assert "No rank has come less far than this one, rank 0: 'loss' of micro-step 2" in message

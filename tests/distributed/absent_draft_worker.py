@@ -1,4 +1,7 @@
-"""Ranks of `test_absent_drafts.py`: `python absent_draft_worker.py OUT`. Rank 1 sees a checkpoint with less of a draft than rank 0."""
+"""
+Ranks of `test_absent_drafts.py`: `python absent_draft_worker.py OUT`. Rank 1 sees a checkpoint with less of a draft
+than rank 0.
+"""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
 """
-Ranks of `test_agreement.py`: `python agreement_worker.py OUT` starts two of them in ways that differ, and saves what each
-raised and how long that took.
+Ranks of `test_agreement.py`: `python agreement_worker.py OUT` starts two of them in ways that differ, and saves what
+each raised and how long that took.
 """
 
 import copy

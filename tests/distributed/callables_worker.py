@@ -1,6 +1,6 @@
 """
-Ranks of `test_user_callables.py`: `python callables_worker.py OUT` trains on two of them with everything that users may pass
-to be called, by TRL's trainer and by ours, and saves what each saw.
+Ranks of `test_user_callables.py`: `python callables_worker.py OUT` trains on two of them with everything that users
+may pass to be called, by TRL's trainer and by ours, and saves what each saw.
 """
 
 import functools
@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 TOOL_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }}{{ call['function']['arguments'] | tojson }}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function']['name'] }}"
+    "{{ call['function']['arguments'] | tojson }}"
     "{% endfor %}<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

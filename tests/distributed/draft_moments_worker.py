@@ -1,4 +1,7 @@
-"""Ranks of `test_draft_moments.py`: `python draft_moments_worker.py OUT` saves a run that shares moments without them, and resumes."""
+"""
+Ranks of `test_draft_moments.py`: `python draft_moments_worker.py OUT` saves a run that shares moments without them,
+and resumes.
+"""
 
 import sys
 from pathlib import Path

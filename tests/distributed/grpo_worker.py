@@ -9,7 +9,10 @@ from grpo_runs import codraft_trainer, plain_trainer, policy_logs, prompt_datase
 
 
 def see_shared(out, **config):
-    """As `drafting`, the ranks sharing the state of the draft's optimizer: a whole run, and from its checkpoint with and without."""
+    """
+    As `drafting`, the ranks sharing the state of the draft's optimizer: a whole run, and from its checkpoint with and
+    without.
+    """
     config |= {"save_strategy": "steps", "save_steps": 2}
     whole = codraft_trainer(out / "shared", draft_shard_optimizer=True, **config)
     whole.train()

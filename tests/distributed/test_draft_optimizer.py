@@ -14,7 +14,8 @@ from trl_codraft.training.draft_trainer import DraftTrainer, DraftTrainingArgume
 from trl_codraft.training.sharded_adamw import ShardedAdamW, cut_weights
 
 
-# By case, shapes of the weights with and without decay. One weight is cut for all, or there are more ranks than elements.
+# By case, shapes of the weights with and without decay. One weight is cut for all, or there are more ranks than
+# elements.
 SHAPES = {
     "many": ([(7, 5), (3, 4, 2), (11, 6)], [(13,), (1,), (6,)]),
     "one large": ([(64, 3)], [(2,)]),

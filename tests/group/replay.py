@@ -93,8 +93,8 @@ def token_reward(completion_ids, **kwargs):
 
 class Observed(GRPOTrainer):
     """
-    Keeps what a run does at each step: losses of microbatches, gradients, and DDP's gradient reductions (`None` without
-    DDP).
+    Keeps what a run does at each step: losses of microbatches, gradients, and DDP's gradient reductions (`None`
+    without DDP).
     """
 
     def __init__(self, *args, **kwargs):

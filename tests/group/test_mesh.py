@@ -40,7 +40,8 @@ def test_groups_of_a_kind_hold_every_rank_once(sizes):
     ("world", "pipeline", "context", "message"),
     [
         (3, 2, 1, "`pipeline_parallel_size=2` with 3 process(es): ranks that share a microbatch come in groups of 2."),
-        (2, 1, 4, "`torchrun --nproc_per_node 4`; on CPU with `ACCELERATE_USE_CPU=true`), or set `context_parallel_size=1`"),
+        (2, 1, 4, "`torchrun --nproc_per_node 4`; on CPU "
+                  "with `ACCELERATE_USE_CPU=true`), or set `context_parallel_size=1`"),
         (6, 2, 2, "or set `pipeline_parallel_size=1` and `context_parallel_size=1`."),
         (4, 0, 1, "`pipeline_parallel_size=0` is not a number of ranks. Set 1 or more."),
         (4, 1, -2, "`context_parallel_size=-2` is not a number of ranks."),

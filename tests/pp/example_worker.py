@@ -1,4 +1,6 @@
-"""Ranks of `test_docs_example.py`: `python example_worker.py OUT SCRIPT` runs a script on two ranks, as torchrun would."""
+"""
+Ranks of `test_docs_example.py`: `python example_worker.py OUT SCRIPT` runs a script on two ranks, as torchrun would.
+"""
 
 import runpy
 import sys

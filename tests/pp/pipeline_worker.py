@@ -384,7 +384,9 @@ def run_rank(rank, world_size, cases):
 
 
 def failing_pipeline(rank, world_size, fault):
-    """Three ranks; in the second step one of them fails while the others wait for it, in the pipeline or the channel."""
+    """
+    Three ranks; in the second step one of them fails while the others wait for it, in the pipeline or the channel.
+    """
     case = CASES["one slot"]
     timeout = timedelta(seconds=20)
     groups = [dist.new_group([0, 1, 2], backend="gloo", timeout=timeout) for _ in range(2)]

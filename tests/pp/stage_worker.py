@@ -70,7 +70,9 @@ def worst_difference(stages, whole):
 
 
 def pipeline_of(rank, world_size, num_ranks, layers):
-    """The stages of this rank in one of `world_size / num_ranks` pipelines, the number of that, and its process groups."""
+    """
+    The stages of this rank in one of `world_size / num_ranks` pipelines, the number of that, and its process groups.
+    """
     mesh = RankMesh(world_size, num_ranks)
     groups, place = mesh.new_groups(timedelta(seconds=60)), mesh.place_of(rank)
     return stages_of(place.pp, num_ranks, layers), place.dp, groups

@@ -10,12 +10,10 @@ from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from forked_ranks import start_ranks
+from faults import TIMEOUT, save_endings, strike
 from fsdp2_on_cpu import fsdp2_on_cpu
 from pp.stages_alone_worker import SERVED, FakeClient, serve_with
-from pp.trainer_fault_worker import strike
 from pp.trainer_worker import build, save_policies
 from replay import token_reward
 
@@ -23,7 +21,6 @@ from trl_codraft.vllm import generation as vllm_rollouts
 from trl_codraft.vllm.generation import DraftVLLMGeneration
 
 
-TIMEOUT = 10
 # A run in which every rank has the whole policy, and nothing of ours generates.
 WHOLE = "raised in generate, no draft"
 CASE = {**SERVED, "max_steps": 3, "ddp_timeout": TIMEOUT, "steps_per_generation": 1, "draft_pretrain_steps": 0}
@@ -96,29 +93,9 @@ def train(rank, world_size, out, fault):
     with fsdp2_on_cpu() if fault in SHARDS else nullcontext():
         trainer = build(case, out, world_size, SHARDS.get(fault, size), rollout_func=None, reward_funcs=reward)
         FaultyClient.trainer = trainer
-        try:
-            trainer.train()
-        except RuntimeError as error:
-            (out / f"message{rank}").write_text(str(error))
-            raise
-
-
-def see(out, fault):
-    """Exit codes, seconds from the fault to the end of the last rank, and what the ranks said."""
-    files = [out / name for name in ("struck", "message0", "message1")]
-    for file in files:
-        file.unlink(missing_ok=True)
-    ranks = start_ranks(train, 2, out, out, fault, timeout=TIMEOUT)
-    for process in ranks:
-        process.join(120)
-    ended = time.time()
-    for process in ranks:
-        process.kill()
-    struck, *messages = (file.read_text() if file.exists() else "" for file in files)
-    return [process.exitcode for process in ranks], ended - float(struck), messages
+        trainer.train()
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    save_policies(folder)
-    torch.save({fault: see(folder, fault) for fault in sys.argv[2:]}, folder / "rank0.pt")
+    save_policies(Path(sys.argv[1]))
+    save_endings(train, sys.argv[2:])

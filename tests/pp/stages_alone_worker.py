@@ -38,7 +38,9 @@ SERVED = {
 
 
 class FakeClient:
-    """A server that answers each prompt with tokens drawn from the number of the call, and notes what is pushed to it."""
+    """
+    A server that answers each prompt with tokens drawn from the number of the call, and notes what is pushed to it.
+    """
 
     pushes: list
     drafts: list

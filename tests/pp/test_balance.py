@@ -41,7 +41,9 @@ def test_more_stages_than_layers_are_refused():
 
 
 def dense_step_time(order, layers, head_cost, draft_cost):
-    """The time at which the last thing of a step ends: each begins when its rank is free and what it needs has ended."""
+    """
+    The time at which the last thing of a step ends: each begins when its rank is free and what it needs has ended.
+    """
     last = len(layers) - 1
     place = {action: (rank, index) for rank, actions in enumerate(order) for index, action in enumerate(actions)}
 

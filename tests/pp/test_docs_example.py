@@ -1,4 +1,6 @@
-"""The example of the tap channel in `docs/parallelism.md`, run as it stands, and with the transport left to the ranks."""
+"""
+The example of the tap channel in `docs/parallelism.md`, run as it stands, and with the transport left to the ranks.
+"""
 
 import re
 

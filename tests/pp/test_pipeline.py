@@ -54,8 +54,12 @@ def test_a_rank_that_fails_in_the_pipeline_ends_all_ranks(outcomes, fault):
 
 
 @pytest.mark.parametrize("model", ARCHITECTURES)
-def test_split_of_two_layers_is_verified(model):
+def test_a_split_that_is_verified_computes_what_the_whole_policy_does(model):
     verify_split(tiny_policy(model, **ARCHITECTURES[model]))
+    hidden = ids = torch.arange(3, 15).view(1, -1)
+    for stage in range(2):
+        hidden = split_policy(tiny_policy(model, **ARCHITECTURES[model]).eval(), (2, 2), stage)(hidden)
+    torch.testing.assert_close(hidden, tiny_policy(model, **ARCHITECTURES[model]).eval()(ids).logits)
 
 
 def granite():

@@ -21,6 +21,7 @@ from trl_codraft.grpo.stage_optimizer import StageOptimizer
 from trl_codraft.grpo.stage_weights import layers_of_stages, only_stage_weights
 from trl_codraft.grpo.support import require_place_for_adapter, unsupported_in_stages
 from trl_codraft.pp.shape import PipelineShape
+from trl_codraft.pp.stages.split import keep_stages
 from trl_codraft.pp.stages.view import Shard, StageView, plain_forward
 
 
@@ -166,7 +167,18 @@ def test_adapters_that_some_rank_has_no_module_for_are_refused_on_all(settings, 
     ],
 )
 def test_adapters_that_every_rank_has_a_module_for_are_not_refused(settings):
-    require_place_for_adapter(LoraConfig(**settings), tiny_policy(), (1, 1, 1, 1), 2)
+    layers, num_ranks = (1, 1, 1, 1), 2
+    require_place_for_adapter(LoraConfig(**settings), tiny_policy(), layers, num_ranks)
+    adapted = set()
+    for rank in range(num_ranks):
+        policy = tiny_policy()
+        keep_stages(policy, layers, range(rank, len(layers), num_ranks))
+        model = get_peft_model(policy, LoraConfig(**settings))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert any("lora_" in name for name in trained)
+        adapted |= trained
+    whole = get_peft_model(tiny_policy(), LoraConfig(**settings))
+    assert adapted == {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
 
 
 @pytest.mark.parametrize(

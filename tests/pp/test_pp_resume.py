@@ -1,8 +1,10 @@
-"""A checkpoint of a run with a pipeline goes on under another number of stages, or without, and the other way round."""
+"""
+A checkpoint of a run with a pipeline goes on under another number of stages, or without, and the other way round.
+"""
 
 import pytest
 import torch
-from forked_ranks import run_script
+from forked_ranks import started_once
 from group.comparison import assert_close
 
 
@@ -10,31 +12,21 @@ TOLERANCE = (1e-4, 1e-6)
 # World size, pairs of sizes: ranks per pipeline when saving and when resuming, `p` where no rank has the whole policy,
 # `z` where ranks share the optimizer's state.
 RUNS = {
-    "2 ranks": (2, ["2-2", "2-1", "1-2", "1-2p", "2p-1"], 280),
-    "2 ranks, others": (2, ["1-1", "2p-2p", "2p-2", "2-2p"], 280),
-    "4 ranks, shared state": (4, ["2zp-2zp", "2zp-1", "1-2zp", "2z-4p", "2-2z", "2zx2p-2"], 900),
-    "4 ranks": (4, ["2-2", "2-1", "2-4", "1-2", "1-1", "1-4", "2p-4p", "4p-2p", "4p-1", "1-4p", "2x2p-2p"], 900),
+    "2 ranks": (2, ["2-2", "2-1", "1-2", "1-2p", "2p-1"], [], 280),
+    "2 ranks, others": (2, ["1-1", "2p-2p", "2p-2", "2-2p"], [], 280),
+    "4 ranks, shared state": (4, ["2zp-2zp", "2zp-1", "1-2zp", "2z-4p", "2-2z", "2zx2p-2"], [], 900),
+    "4 ranks": (4, ["2-2", "2-1", "2-4", "1-2", "1-1", "1-4", "2p-4p", "4p-2p", "4p-1", "1-4p", "2x2p-2p"], [], 900),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    seen = {}
-
-    def ranks_of(line):
-        if line not in seen:
-            world_size, pairs, timeout = RUNS[line]
-            out = tmp_path_factory.mktemp("resumed")
-            pairs = ",".join(pairs)
-            seen[line] = run_script("resume_worker.py", out, world_size, pairs, timeout=timeout, folder="pp")
-        return seen[line]
-
-    return ranks_of
+    return started_once(tmp_path_factory, RUNS, "resume_worker.py", folder="pp")
 
 
 CASES = [
     pytest.param(line, *pair.split("-"), lora, marks=marks, id=f"{line}, {pair}{' lora' if lora else ''}")
-    for line, (_, pairs, _) in RUNS.items()
+    for line, (_, pairs, _, _) in RUNS.items()
     for marks in [() if line == "2 ranks" else (pytest.mark.slow, pytest.mark.timeout(1000))]
     for pair in pairs
     for lora in (False, True)

@@ -1,10 +1,12 @@
-"""A process that fails, dies or stalls under a pipeline ends the others, soon and with an error: nobody waits forever."""
+"""
+A process that fails, dies or stalls under a pipeline ends the others, soon and with an error: nobody waits forever.
+"""
 
 import pytest
+from faults import TIMEOUT
 from forked_ranks import run_script
 
 
-TIMEOUT = 10
 PLACES = ("a forward", "a reward", "the draft")
 SLOW = tuple(f"{what} in {place}" for place in PLACES for what in ("killed", "stalled"))
 
@@ -27,9 +29,10 @@ RAISED = ("raised in a reward", "raised in an evaluation", "raised in a forward"
 
 @pytest.mark.parametrize("fault", RAISED)
 def test_an_exception_of_one_rank_ends_all_with_its_message(seen, fault):
-    exit_code, seconds, messages = seen(*RAISED)[fault]
-    assert exit_code == 1
-    assert seconds <= TIMEOUT
+    ending = seen(*RAISED)[fault]
+    messages = [message for message in ending.messages if message]
+    assert ending.exitcodes[0] == 1
+    assert ending.seconds <= TIMEOUT
     if fault == "raised in the draft":
         assert "least far: rank 1: 'draft' of micro-step 3" in messages[0]
     elif fault == "raised in a forward":
@@ -44,10 +47,10 @@ def test_an_exception_of_one_rank_ends_all_with_its_message(seen, fault):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("fault", SLOW)
 def test_the_other_rank_ends_with_an_error_within_the_timeout(seen, fault):
-    exit_code, seconds, messages = seen(*SLOW)[fault]
-    assert exit_code not in (0, None)
-    assert seconds <= TIMEOUT + 10
+    ending = seen(*SLOW)[fault]
+    assert ending.exitcodes[0] not in (0, None)
+    assert ending.seconds <= TIMEOUT + 10
     if "draft" in fault:
-        assert "least far: rank 1: 'draft' of micro-step 3" in messages[0]
+        assert "least far: rank 1: 'draft' of micro-step 3" in ending.messages[0]
     if "forward" in fault:
-        assert "rank(s) [1]" in messages[0] or "rank 1" in messages[0]
+        assert "rank(s) [1]" in ending.messages[0] or "rank 1" in ending.messages[0]

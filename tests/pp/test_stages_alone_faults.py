@@ -1,11 +1,12 @@
-"""What fails on one rank that has a part or a shard of the policy ends all ranks soon, and all of them say what it was."""
+"""
+What fails on one rank that has a part or a shard of the policy ends all ranks soon, and all of them say what it was.
+"""
 
 import pytest
+from faults import TIMEOUT
 from forked_ranks import run_script
 
 
-# Of a rank that waits for another, in seconds.
-TIMEOUT = 10
 RAISED = "ValueError: this rank gives up"
 PUSH = "ServerFailure: Weights were not pushed because of"
 FAULTS = {
@@ -31,8 +32,7 @@ def seen(tmp_path_factory):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_end_with_the_cause_within_the_timeout(seen, fault):
-    exit_codes, seconds, messages = seen[fault]
-    assert exit_codes == [1, 1]
-    assert seconds <= TIMEOUT
-    for message in messages:
+    assert seen[fault].exitcodes == [1, 1]
+    assert seen[fault].seconds <= TIMEOUT
+    for message in seen[fault].messages:
         assert FAULTS[fault] in message

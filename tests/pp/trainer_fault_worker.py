@@ -3,14 +3,12 @@ Ranks of `test_pp_trainer_faults.py`: `python trainer_fault_worker.py OUT FAULT.
 die or stall in the middle of a run, fault after fault, and saves how the others ended.
 """
 
-import os
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
 import torch
-from forked_ranks import start_ranks
+from faults import TIMEOUT, save_endings, strike
 from pp.trainer_worker import build, save_policies
 from replay import token_reward
 
@@ -18,18 +16,7 @@ from trl_codraft.pp.stages.view import StageView
 from trl_codraft.training.draft_trainer import DraftTrainer
 
 
-TIMEOUT = 10
 CASE = {"max_steps": 3, "ddp_timeout": TIMEOUT, "steps_per_generation": 1, "evaluate": True}
-
-
-def strike(out, fault):
-    """The end of the second rank."""
-    (out / "struck").write_text(str(time.time()))
-    if fault.startswith("raised"):
-        raise ValueError("this rank gives up")
-    if fault.startswith("killed"):
-        os._exit(9)
-    time.sleep(3600)
 
 
 def train(rank, world_size, out, fault):
@@ -55,32 +42,13 @@ def train(rank, world_size, out, fault):
         return accumulate(self, *arguments)
 
     trainer = build(CASE, out, world_size, "2", reward_funcs=faulty_reward)
-    try:
-        with (
-            mock.patch.object(StageView, "run", faulty_forward),
-            mock.patch.object(DraftTrainer, "accumulate", faulty_learning),
-        ):
-            trainer.train()
-    except RuntimeError as error:
-        (out / f"message{rank}").write_text(str(error))
-        raise
-
-
-def see(out, fault):
-    """Exit code of the first rank, seconds after the fault, and what the ranks said."""
-    for name in ("struck", "message0", "message1"):
-        (out / name).unlink(missing_ok=True)
-    survivor, culprit = start_ranks(train, 2, out, out, fault, timeout=TIMEOUT)
-    survivor.join(240)
-    ended = time.time()
-    if fault.startswith("raised"):
-        culprit.join(30)
-    culprit.kill()
-    messages = [(out / f"message{rank}").read_text() for rank in (0, 1) if (out / f"message{rank}").exists()]
-    return survivor.exitcode, ended - float((out / "struck").read_text()), messages
+    with (
+        mock.patch.object(StageView, "run", faulty_forward),
+        mock.patch.object(DraftTrainer, "accumulate", faulty_learning),
+    ):
+        trainer.train()
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    save_policies(folder)
-    torch.save({fault: see(folder, fault) for fault in sys.argv[2:]}, folder / "rank0.pt")
+    save_policies(Path(sys.argv[1]))
+    save_endings(train, sys.argv[2:])

@@ -107,7 +107,10 @@ def shared_state_of_the_draft(out, world_size):
 
 
 def pushed(out, world_size, size):
-    """What a run uploads to the Hub, at a checkpoint and at its end: files, and whether this rank's weights are among them."""
+    """
+    What a run uploads to the Hub, at a checkpoint and at its end: files, and whether this rank's weights are among
+    them.
+    """
     uploads, api = [], mock.MagicMock()
 
     def upload(folder_path, **named):

@@ -1,4 +1,6 @@
-"""Folders that cannot be read, or that readers read differently: named by `validate_draft`, refused by `from_pretrained`."""
+"""
+Folders that cannot be read, or that readers read differently: named by `validate_draft`, refused by `from_pretrained`.
+"""
 
 import re
 from random import Random

@@ -106,7 +106,9 @@ class TestCard:
             assert text in card.content, text
 
     def test_passes_the_hub_librarys_own_readers(self, policy, tmp_path, monkeypatch):
-        """Metadata as `huggingface_hub` reads it back from the file, and the request of its `validate`, answered here."""
+        """
+        Metadata as `huggingface_hub` reads it back from the file, and the request of its `validate`, answered here.
+        """
         text = draft_card(make_draft(policy).config, repo_id="me/draft", base_model="org/policy", scores=SCORES)
         (tmp_path / "README.md").write_text(text)
         assert metadata_load(tmp_path / "README.md") == {

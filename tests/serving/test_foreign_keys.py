@@ -136,8 +136,9 @@ def test_no_key_stands_in_two_tables():
 # As published: what each project writes beside what is read.
 PUBLISHED = {
     "specforge": {
-        "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "max_window_layers": 48,
-        "pretraining_tp": 1, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False, "use_cache": True,
+        "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02,
+        "max_window_layers": 48, "pretraining_tp": 1, "rope_scaling": None, "sliding_window": None,
+        "use_sliding_window": False, "use_cache": True,
         "transformers_version": "4.57.0", "target_model_type": "gemma3_text", "additional_fc": False,
         "reuse_target_lm_head": True,
     },
@@ -151,9 +152,9 @@ PUBLISHED = {
         },
     },
     "transformers-4": {
-        "_name_or_path": "x", "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "temperature": 1.0, "top_k": 50,
-        "is_decoder": False, "is_encoder_decoder": False, "chunk_size_feed_forward": 0, "torchscript": False,
-        "add_cross_attention": False, "pruned_heads": {}, "tie_encoder_decoder": False, "use_bfloat16": False,
+        "_name_or_path": "x", "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "temperature": 1.0,
+        "top_k": 50, "is_decoder": False, "is_encoder_decoder": False, "chunk_size_feed_forward": 0,
+        "torchscript": False, "add_cross_attention": False, "pruned_heads": {}, "tie_encoder_decoder": False, "use_bfloat16": False,
     },
     "a-policys-experts-left-over": {"num_experts": 0, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """
-A stand-in for a vLLM server in a process of its own: the routes that TRL's client and this package call. It logs what it
-was asked for, in order, and can hang in `/update_weights` (to be killed there).
+A stand-in for a vLLM server in a process of its own: the routes that TRL's client and this package call. It logs what
+it was asked for, in order, and can hang in `/update_weights` (to be killed there).
 
     python fake_server.py PORT_FILE SETTINGS_JSON
 """

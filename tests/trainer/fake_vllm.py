@@ -2,9 +2,9 @@
 A stand-in for vLLM's engine with the names, arguments and habits that TRL and this package rely on; a test marked
 `vllm` compares its signatures with an installed vLLM (tests/vllm_golden/live_engine.py).
 
-It has copies of its own of policy and draft, changed by `load_weights` only, and speculates with them for real, so stale
-or overwritten weights show in what it generates and counts. Like vLLM, it makes the draft's head one with the policy's
-if the two are equal when it starts, and sleep level 2 loses all weights.
+It has copies of its own of policy and draft, changed by `load_weights` only, and speculates with them for real, so
+stale or overwritten weights show in what it generates and counts. Like vLLM, it makes the draft's head one with the
+policy's if the two are equal when it starts, and sleep level 2 loses all weights.
 """
 
 from types import SimpleNamespace

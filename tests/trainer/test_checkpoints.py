@@ -83,10 +83,11 @@ def different_weights(ours, theirs):
 
 def test_resume_of_an_expert_policy_is_the_uninterrupted_run_and_not_trls_resume(expert_run, tmp_path):
     """
-    The one exception from invariant 1 (`use_draft=False` is `trl.GRPOTrainer`, bit for bit). On disk experts have other names
-    than in memory; Transformers loads a checkpoint by its names, leaves those weights as the policy was made, and warns. TRL's
-    resumed run is so another than its uninterrupted one, which is the reference here; ours, with and without a draft, is that.
-    If `trls` becomes empty, Transformers has mended this: then drop the exception, here and in docs/architecture.md.
+    The one exception from invariant 1 (`use_draft=False` is `trl.GRPOTrainer`, bit for bit). On disk experts have
+    other names than in memory; Transformers loads a checkpoint by its names, leaves those weights as the policy was
+    made, and warns. TRL's resumed run is so another than its uninterrupted one, which is the reference here; ours,
+    with and without a draft, is that. If `trls` becomes empty, Transformers has mended this: then drop the exception,
+    here and in docs/architecture.md.
     """
     plain, policy, config = expert_run
     checkpoint = str(Path(plain.args.output_dir) / "checkpoint-2")

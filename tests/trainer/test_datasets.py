@@ -1,4 +1,6 @@
-"""Datasets that hold no prompts, or empty ones: said at construction, or by the row, and never by reading rows away."""
+"""
+Datasets that hold no prompts, or empty ones: said at construction, or by the row, and never by reading rows away.
+"""
 
 import pytest
 from datasets import Dataset, Features, IterableDataset, Value
@@ -63,7 +65,10 @@ def test_training_set_without_rows_is_refused_at_construction(tmp_path):
 
 def test_a_column_that_a_transform_makes_is_there(tmp_path):
     dataset = Dataset.from_list(QUESTIONS).with_transform(lambda rows: {"prompt": rows["question"]})
-    codraft_trainer(tmp_path, trainer={"train_dataset": dataset, "eval_dataset": {"empty": Dataset.from_list([])}})
+    data = {"train_dataset": dataset, "eval_dataset": {"empty": Dataset.from_list([])}}
+    trainer = codraft_trainer(tmp_path, trainer=data, max_steps=1)
+    prompts = {row["prompt"] for batch in trainer.get_train_dataloader() for row in batch}
+    assert prompts == {row["question"] for row in QUESTIONS}
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

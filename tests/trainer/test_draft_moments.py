@@ -92,8 +92,8 @@ def test_resume_goes_on_with_what_there_is(then, now, runs, tmp_path, said):
     assert (seen["moments"] > 0) == then
     complaints = [text for text in said["warning"] if "fresh moments" in text]
     assert len(complaints) == (0 if then else 1)
-    # The policy's part, random state included: its rollouts are speculative, and do not follow the draft's moments within
-    # the window that the resume begins.
+    # The policy's part, random state included: its rollouts are speculative, and do not follow the draft's moments
+    # within the window that the resume begins.
     losses = [
         [entry["loss"] for entry in run.state.log_history if entry["step"] == 3] for run in (resumed, runs[True])
     ]

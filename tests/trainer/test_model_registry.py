@@ -1,6 +1,6 @@
 """
-Policies of every kind that Transformers has: a run works, rolls out plainly and says why, or is refused by a message that
-names the policy and what to set. Where TRL's own trainer fails, ours may fail alike.
+Policies of every kind that Transformers has: a run works, rolls out plainly and says why, or is refused by a message
+that names the policy and what to set. Where TRL's own trainer fails, ours may fail alike.
 """
 
 import re
@@ -23,7 +23,8 @@ from trl_codraft.rollout.support import unsupported_reason
 WORKS, NO_STACK, IMAGES = None, "no decoder with a list of `layers`", "takes images (vision-language model)"
 RECURRENT = "cannot roll back rejected tokens"
 SEVERAL = "several hidden states of each token"
-# What the parts of a run say of a policy at construction and in its first forward: refusals, and reasons for plain rollouts.
+# What the parts of a run say of a policy at construction and in its first forward: refusals, and reasons for plain
+# rollouts.
 FAMILIES = {
     ("llama", "LlamaForCausalLM"): WORKS,
     ("gemma3_text", "Gemma3ForCausalLM"): WORKS,

@@ -1,6 +1,7 @@
 """
-Invariants 1 and 2: the policy's weights and logs are bit for bit those of `trl.GRPOTrainer`. One exception, on purpose: runs of
-expert policies that resume or take their best model (`test_checkpoints.py`), where TRL's are not those of an uninterrupted run.
+Invariants 1 and 2: the policy's weights and logs are bit for bit those of `trl.GRPOTrainer`. One exception, on
+purpose: runs of expert policies that resume or take their best model (`test_checkpoints.py`), where TRL's are not
+those of an uninterrupted run.
 """
 
 import pytest

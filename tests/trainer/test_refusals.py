@@ -92,7 +92,9 @@ def test_sharding_that_hides_the_head_is_refused(overrides, message):
     ids=["zero2", "fsdp2", "ddp"],
 )
 def test_supported_parallelism_is_not_refused(overrides):
-    refuse_unsupported(fake_trainer(**overrides))
+    # What comes after it is, so that was reached.
+    with pytest.raises(ValueError, match="with a processor takes images"):
+        refuse_unsupported(fake_trainer(_is_vlm=True, **overrides))
 
 
 def test_encoder_decoder_is_refused():

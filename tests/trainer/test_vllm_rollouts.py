@@ -1,4 +1,6 @@
-"""GRPO with rollouts by a (fake) vLLM engine: it always generates with the trainer's policy and draft of that moment."""
+"""
+GRPO with rollouts by a (fake) vLLM engine: it always generates with the trainer's policy and draft of that moment.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -180,9 +182,13 @@ def test_engine_that_shares_the_head_all_the_same_is_refused(tmp_path, policy_fo
         vllm_trainer(tmp_path, policy_folder)
 
 
-def test_shared_embedding_is_not_refused():
+def test_of_shared_weights_all_but_the_embedding_are_refused():
     policy, draft = torch.nn.Module(), torch.nn.Module()
     policy.embed_tokens = draft.embed_tokens = torch.nn.Embedding(4, 2)
+    policy.lm_head = draft.lm_head = torch.nn.Linear(2, 4, bias=False)
+    with pytest.raises(RuntimeError, match="^vLLM made lm_head.weight of the draft one"):
+        refuse_shared_weights(policy, draft)
+    draft.lm_head = torch.nn.Linear(2, 4, bias=False)
     refuse_shared_weights(policy, draft)
 
 

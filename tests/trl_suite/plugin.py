@@ -1,6 +1,7 @@
 """
-pytest plugin that runs TRL's GRPO tests offline on a trainer of choice. It acts when it is loaded (`-p`), before the test
-module imports its names: `trl.GRPOTrainer`, `trl.GRPOConfig` and `datasets.load_dataset` are what `--trl-trainer` says.
+pytest plugin that runs TRL's GRPO tests offline on a trainer of choice. It acts when it is loaded (`-p`), before the
+test module imports its names: `trl.GRPOTrainer`, `trl.GRPOConfig` and `datasets.load_dataset` are what `--trl-trainer`
+says.
 """
 
 import functools
@@ -98,8 +99,8 @@ class Outcomes:
 @pytest.fixture(autouse=True)
 def cpu_without_accelerator(request, monkeypatch):
     """
-    Without an accelerator: `use_cpu=True`, and where a test leaves them open fp32 (several times faster on a CPU) and, with
-    the long vocabulary, one epoch.
+    Without an accelerator: `use_cpu=True`, and where a test leaves them open fp32 (several times faster on a CPU) and,
+    with the long vocabulary, one epoch.
     """
     if torch_device not in (None, "cpu"):
         return

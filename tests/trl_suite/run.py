@@ -5,10 +5,10 @@ Runs TRL's own `tests/test_grpo_trainer.py` offline on three trainers and compar
 
 `original` is `trl.GRPOTrainer`; `without_draft` is `CoDraftGRPOTrainer` with `use_draft=False`; `defaults` is
 `CoDraftGRPOTrainer` with `CoDraftGRPOConfig` as it comes. A test that passes with the original must pass with ours; at
-defaults it may also fail as `refusals.txt` says. TRL's tests are not vendored: give a checkout of the installed version.
-The models and data come from a local cache (`hub.py`, `zen.py`); a test that needs other files fails with the original too
-and so says nothing. Qwen's vision-language models need torchvision. With `--vocabularies short` it takes about 11 minutes of
-CPU time per trainer; the tests with Qwen's real ids, 19 of 186, as much as two hours more.
+defaults it may also fail as `refusals.txt` says. TRL's tests are not vendored: give a checkout of the installed
+version. The models and data come from a local cache (`hub.py`, `zen.py`); a test that needs other files fails with the
+original too and so says nothing. Qwen's vision-language models need torchvision. With `--vocabularies short` it takes
+about 11 minutes of CPU time per trainer; the tests with Qwen's real ids, 19 of 186, as much as two hours more.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """
-Byte-level tokenizers for the tiny models. TRL's tests name token ids of Qwen's vocabularies, so those ids must decode to
-the text that the tests expect; every other id decodes to a word of its own, of varying length, so that rewards vary.
+Byte-level tokenizers for the tiny models. TRL's tests name token ids of Qwen's vocabularies, so those ids must decode
+to the text that the tests expect; every other id decodes to a word of its own, of varying length, so that rewards
+vary.
 """
 
 import re

@@ -1,6 +1,6 @@
 """
-Local data with the columns of TRL's test data sets (`trl-internal-testing/zen`, `-image`, `-multi-image`): prompts from
-the Zen of Python. A test pins the first twelve training prompts; five more of the original would only cost time.
+Local data with the columns of TRL's test data sets (`trl-internal-testing/zen`, `-image`, `-multi-image`): prompts
+from the Zen of Python. A test pins the first twelve training prompts; five more of the original would only cost time.
 """
 
 import datasets

@@ -43,7 +43,9 @@ def live_server(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def serve_saved():
-    """Serves what a run saved with the vLLM in VLLM_PYTHON; gives its proposals and counters, as in the golden file."""
+    """
+    Serves what a run saved with the vLLM in VLLM_PYTHON; gives its proposals and counters, as in the golden file.
+    """
 
     def serve(folder: Path) -> tuple[list[dict], list]:
         python = os.environ.get("VLLM_PYTHON")

@@ -1,6 +1,6 @@
 """
-What has to be replaced in vLLM 0.29 so that a run with a draft works on a CPU: two functions of its CPU backend, and the
-NCCL group that a server's weights come through. Everything else is vLLM's own.
+What has to be replaced in vLLM 0.29 so that a run with a draft works on a CPU: two functions of its CPU backend, and
+the NCCL group that a server's weights come through. Everything else is vLLM's own.
 """
 
 import os

@@ -4,8 +4,8 @@ draft that is stored beside the golden file.
 
     python tests/vllm_golden/golden_models.py FOLDER      writes FOLDER/<case>/{policy,draft} for make_golden.py
 
-Sizes are the smallest that vLLM's CPU attention takes (head_dim 32). Every weight, norms included, is drawn far from the
-value it could be forgotten at.
+Sizes are the smallest that vLLM's CPU attention takes (head_dim 32). Every weight, norms included, is drawn far from
+the value it could be forgotten at.
 """
 
 import json
@@ -32,7 +32,9 @@ MAX_NEW_TOKENS = 20
 
 @dataclass
 class Case:
-    """One policy with one draft; `draft` holds overrides of `Eagle3DraftConfig.from_policy`, `adapter` those of LoRA."""
+    """
+    One policy with one draft; `draft` holds overrides of `Eagle3DraftConfig.from_policy`, `adapter` those of LoRA.
+    """
 
     policy: dict = field(default_factory=dict)
     draft: dict = field(default_factory=dict)

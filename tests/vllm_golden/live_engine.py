@@ -1,6 +1,6 @@
 """
-What needs this package and a real vLLM in one process: refits of a live draft, vLLM's counters beside `score_draft`, GRPO
-with rollouts by vLLM, the signatures that the stand-ins of tests/trainer copy. Prints one JSON object.
+What needs this package and a real vLLM in one process: refits of a live draft, vLLM's counters beside `score_draft`,
+GRPO with rollouts by vLLM, the signatures that the stand-ins of tests/trainer copy. Prints one JSON object.
 
     $VLLM_TRL_PYTHON tests/vllm_golden/live_engine.py FOLDER      (environment: README.md beside this file)
 

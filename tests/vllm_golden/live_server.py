@@ -85,8 +85,8 @@ def start_server(policy: Path, draft: Path, log: Path) -> tuple[subprocess.Popen
 
 def ask(address: str) -> dict:
     """
-    Greedy completions of the golden prompts by the server, and what it counted meanwhile. One prompt after the other: where
-    a prompt of one token joins others, vLLM counts a verification of placeholders.
+    Greedy completions of the golden prompts by the server, and what it counted meanwhile. One prompt after the other:
+    where a prompt of one token joins others, vLLM counts a verification of placeholders.
     """
     before, outputs = counters(address), []
     model = requests.get(f"{address}/v1/models").json()["data"][0]["id"]

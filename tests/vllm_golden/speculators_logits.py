@@ -1,6 +1,6 @@
 """
-What the speculators library computes with our drafts, and writes back. Runs in its own environment and imports nothing of
-ours.
+What the speculators library computes with our drafts, and writes back. Runs in its own environment and imports nothing
+of ours.
 
     $SPECULATORS_PYTHON tests/vllm_golden/speculators_logits.py FOLDER NUM_PASSES
 

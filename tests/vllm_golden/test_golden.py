@@ -54,7 +54,7 @@ def test_record_covers_every_case():
 def test_draft_proposes_the_tokens_vllm_proposed(name):
     policy, draft = models(name)
     assert RECORD["checksums"][name] == pytest.approx([checksum(policy), checksum(draft)], rel=1e-6), (
-        "The seeded weights differ from the recorded ones, so this torch draws other random numbers; run make test-vllm"
+        "The seeded weights differ from the recorded ones: this torch draws other random numbers; run make test-vllm"
     )
     equal, total = agreement(policy, draft, RECORD["cases"][name])
     assert equal == total > 10

@@ -1,4 +1,6 @@
-"""GRPO with rollouts by a vLLM server in a process of its own (live_server.py): refits over its routes, counters, tokens."""
+"""
+GRPO with rollouts by a vLLM server in a process of its own (live_server.py): refits over its routes, counters, tokens.
+"""
 
 import pytest
 
