@@ -94,10 +94,17 @@ def policy_logs(trainer):
     ]
 
 
+def draft_of(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.draft_model.state_dict().items()}
+
+
+def assert_equal_tensors(ours, theirs):
+    """The same names, and bit-identical tensors."""
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
 def assert_same_run(first, second):
     """Bit-identical weights and logs."""
-    ours, theirs = weights(first), weights(second)
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert not different, f"weights differ: {different}"
+    assert_equal_tensors(weights(first), weights(second))
     assert policy_logs(first) == policy_logs(second)

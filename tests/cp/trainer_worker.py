@@ -4,18 +4,16 @@ parallelism and with each of the sizes (`2,4`; `2s`: the policy sharded with FSD
 """
 
 import sys
-import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
+import replay_worker
 import torch
 from cp.trainer_cases import CASES, DRAFT_PASSES
-from forked_ranks import fork_ranks
 from fsdp2_on_cpu import fsdp2_on_cpu, whole
 from replay import Observed
-from replay_worker import SIZES, prepare
-from tiny import tiny_policy
-from transformers.utils import logging
+from replay_worker import prepare
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.grpo.grouped_losses import GroupedLosses
@@ -118,21 +116,9 @@ def run(case, out, world_size, size):
     return seen
 
 
-def run_cases(rank, world_size, out, sizes, names):
-    return {name: {size: run(CASES[name], out, world_size, size) for size in ["1", *sizes]} for name in names}
-
-
-def save_policies(out):
-    """Policies as files: a reference model is loaded from where its policy came from."""
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    for name, config in POLICIES.items():
-        sizes = {**SIZES, **config}
-        tiny_policy(sizes.pop("model_type", name), scale=12.0, **sizes).save_pretrained(out / name)
+save_policies = partial(replay_worker.save_policies, policies=POLICIES)
 
 
 if __name__ == "__main__":
-    folder, count, group_sizes, *cases = sys.argv[1:]
-    save_policies(Path(folder))
-    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes.split(","), cases)
+    save_policies(Path(sys.argv[1]))
+    replay_worker.run_all(run, CASES)

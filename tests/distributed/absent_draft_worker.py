@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from forked_ranks import fork_ranks
-from grpo_runs import codraft_trainer
+from grpo_runs import codraft_trainer, draft_of
 from transformers.utils import logging
 
 
@@ -20,10 +20,6 @@ def spoil(draft, missing):
         os.truncate(draft / "draft_state.pt", 100)
     else:
         (draft / missing).unlink()
-
-
-def weights_of(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.draft_model.state_dict().items()}
 
 
 def see(rank, world_size, out):
@@ -46,12 +42,12 @@ def see(rank, world_size, out):
             error = str(raised).replace("of rank 1", "").replace("of rank 0", "")
         else:
             resumed.state.best_model_checkpoint = str(checkpoint)
-            best = weights_of(resumed)
-        seen[missing] = {"error": error, "warnings": list(said), "draft": weights_of(resumed), "best": best}
+            best = draft_of(resumed)
+        seen[missing] = {"error": error, "warnings": list(said), "draft": draft_of(resumed), "best": best}
         if error is None:
             seen[missing]["updates"] = resumed.draft_trainer.num_updates
             resumed._load_best_model()
-            seen[missing]["best"] = weights_of(resumed)
+            seen[missing]["best"] = draft_of(resumed)
     return seen
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from accelerate.state import AcceleratorState
@@ -78,21 +79,31 @@ def run(case, out, world_size, group_size):
     return {**trainer.seen, "logs": trainer.state.log_history, "weights": weights}
 
 
-def run_cases(rank, world_size, out, sizes, names):
-    return {name: {size: run(CASES[name], out, world_size, size) for size in [None, *sizes]} for name in names}
+def run_all(run, cases, alone="1", size_of=str, impossible=()):
+    """
+    Of a worker that is started as `WORKER OUT WORLD_SIZE SIZES CASE...`: saves what `run(case, out, world_size, size)`
+    of each case returns on each rank, by name and size, `alone` being the plain run. `impossible` are pairs of both.
+    """
+    folder, count, sizes, *names = sys.argv[1:]
+    sizes = [alone, *map(size_of, sizes.split(","))]
+    runs = {name: [size for size in sizes if (name, size) not in impossible] for name in names}
+    fork_ranks(_run_all, int(count), folder, Path(folder), run, cases, runs)
 
 
-def save_policies(out):
-    """Policies as files: a reference model is loaded from where its policy came from."""
+def _run_all(rank, world_size, out, run, cases, runs):
+    return {name: {size: run(cases[name], out, world_size, size) for size in sizes} for name, sizes in runs.items()}
+
+
+def save_policies(out, policies=MappingProxyType({"llama": {}, "mixtral": {}}), scale=12.0):
+    """Policies as files: a reference model is loaded from where its policy came from. By name, sizes that differ."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for model_type in ("llama", "mixtral"):
-        tiny_policy(model_type, scale=12.0, **SIZES).save_pretrained(out / model_type)
+    for name, config in policies.items():
+        sizes = {**SIZES, **config}
+        tiny_policy(sizes.pop("model_type", name), scale=scale, **sizes).save_pretrained(out / name)
 
 
 if __name__ == "__main__":
-    folder, count, group_sizes, *cases = sys.argv[1:]
-    save_policies(Path(folder))
-    group_sizes = [int(size) for size in group_sizes.split(",")]
-    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes, cases)
+    save_policies(Path(sys.argv[1]))
+    run_all(run, CASES, alone=None, size_of=int)

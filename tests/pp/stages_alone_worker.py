@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from forked_ranks import fork_ranks
 from peft import PeftModel
 from pp.trainer_cases import IMPOSSIBLE, SERVED_CASES
 from pp.trainer_worker import build, release, save_policies, weights_here
+from replay_worker import run_all
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
@@ -135,21 +135,13 @@ def serve_with(client):
     vllm_rollouts.CPU_SAMPLES_WRONGLY = False
 
 
-def run_cases(rank, world_size, out, sizes, names):
+def run_served(case, out, world_size, size):
     serve_with(FakeClient)
     # Pretraining too without full steps of rounding.
     torch.optim.AdamW = lambda groups, lr, betas: torch.optim.SGD(groups, lr=lr)
-    return {
-        name: {
-            size: run(SERVED_CASES[name], out, world_size, size)
-            for size in ["1", *sizes]
-            if (name, size) not in IMPOSSIBLE
-        }
-        for name in names
-    }
+    return run(case, out, world_size, size)
 
 
 if __name__ == "__main__":
-    folder, count, group_sizes, *cases = sys.argv[1:]
-    save_policies(Path(folder))
-    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes.split(","), cases)
+    save_policies(Path(sys.argv[1]))
+    run_all(run_served, SERVED_CASES, impossible=IMPOSSIBLE)

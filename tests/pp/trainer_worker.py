@@ -5,17 +5,16 @@ pipeline and with pipelines of each of the sizes (`2,4,2x2`: ranks per pipeline,
 """
 
 import sys
-import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
+import replay_worker
 import torch
 from cp.trainer_worker import DRAFT, POLICIES, ShardedTrainer
-from forked_ranks import fork_ranks
 from pp.trainer_cases import CASES, IMPOSSIBLE
-from replay_worker import SIZES, prepare
-from tiny import BALANCED_EXPERTS, tiny_policy
-from transformers.utils import logging
+from replay_worker import prepare
+from tiny import BALANCED_EXPERTS
 
 from trl_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3DraftConfig, Eagle3DraftModel
 from trl_codraft.grpo.pipelined_losses import PipelinedLosses
@@ -124,27 +123,11 @@ def release(trainer):
         torch.distributed.destroy_process_group(group)
 
 
-def run_cases(rank, world_size, out, sizes, names):
-    return {
-        name: {
-            size: run(CASES[name], out, world_size, size) for size in ["1", *sizes] if (name, size) not in IMPOSSIBLE
-        }
-        for name in names
-    }
-
-
-def save_policies(out):
-    """Policies as files: a reference model is loaded from where its policy came from."""
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    more = {"tied": {"model_type": "llama", "tie_word_embeddings": True}, "glm4_moe": BALANCED_EXPERTS}
-    for name, config in {**POLICIES, **more}.items():
-        sizes = {**SIZES, **LAYERS, **config}
-        tiny_policy(sizes.pop("model_type", name), scale=3.0, **sizes).save_pretrained(out / name)
+MORE = {"tied": {"model_type": "llama", "tie_word_embeddings": True}, "glm4_moe": BALANCED_EXPERTS}
+DEEPER = {name: {**LAYERS, **config} for name, config in {**POLICIES, **MORE}.items()}
+save_policies = partial(replay_worker.save_policies, policies=DEEPER, scale=3.0)
 
 
 if __name__ == "__main__":
-    folder, count, group_sizes, *cases = sys.argv[1:]
-    save_policies(Path(folder))
-    fork_ranks(run_cases, int(count), folder, Path(folder), group_sizes.split(","), cases)
+    save_policies(Path(sys.argv[1]))
+    replay_worker.run_all(run, CASES, impossible=IMPOSSIBLE)

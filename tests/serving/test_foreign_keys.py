@@ -154,7 +154,8 @@ PUBLISHED = {
     "transformers-4": {
         "_name_or_path": "x", "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "temperature": 1.0,
         "top_k": 50, "is_decoder": False, "is_encoder_decoder": False, "chunk_size_feed_forward": 0,
-        "torchscript": False, "add_cross_attention": False, "pruned_heads": {}, "tie_encoder_decoder": False, "use_bfloat16": False,
+        "torchscript": False, "add_cross_attention": False, "pruned_heads": {}, "tie_encoder_decoder": False,
+        "use_bfloat16": False,
     },
     "a-policys-experts-left-over": {"num_experts": 0, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from forked_ranks import run_script
-from grpo_runs import codraft_trainer, plain_trainer, prompt_dataset, weights
+from grpo_runs import assert_equal_tensors, codraft_trainer, plain_trainer, prompt_dataset, weights
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -84,19 +84,14 @@ def flat(trainer):
     return tensors
 
 
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
 @pytest.mark.parametrize("spoil", ABSENT, ids=lambda spoil: spoil.__name__)
 def test_best_model_without_a_draft_keeps_the_present_one(spoil, run, tmp_path, warnings_of_readers, monkeypatch):
     checkpoint = checkpoint_of(run, tmp_path, spoil)
     before, policy = flat(run), weights(run)
     monkeypatch.setattr(run.state, "best_model_checkpoint", str(checkpoint))
     run._load_best_model()
-    assert_equal(flat(run), before)
-    assert_equal(weights(run), AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+    assert_equal_tensors(flat(run), before)
+    assert_equal_tensors(weights(run), AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
     assert len(warnings_of_readers) == 1
     assert f"The checkpoint {checkpoint} holds no draft: " in warnings_of_readers[0]
     assert "the draft stays that of the last step" in warnings_of_readers[0]
@@ -146,7 +141,7 @@ def test_run_whose_best_checkpoint_is_a_plain_one_ends(tmp_path, warnings_of_rea
     assert (ours.state.global_step, ours.state.best_global_step) == (3, 1)
     assert ours.draft_trainer.num_updates == 2
     best = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1").state_dict()
-    assert_equal(weights(ours), best)
+    assert_equal_tensors(weights(ours), best)
     assert len(warnings_of_readers) == 2  # at the resume and at the end
 
 
@@ -208,7 +203,7 @@ def test_unusable_draft_is_refused_by_a_resume_and_left_by_the_best_model(
     before, policy = flat(run), weights(run)
     monkeypatch.setattr(run.state, "best_model_checkpoint", str(checkpoint))
     run._load_best_model()
-    assert_equal(flat(run), before)
+    assert_equal_tensors(flat(run), before)
     (said,) = warnings_of_readers
     assert str(checkpoint) in said
     assert "the draft stays that of the last step" in said
@@ -243,11 +238,11 @@ def test_ranks_decide_alike_where_one_does_not_see_the_draft(missing, ranks):
     first, second = (rank[missing] for rank in ranks)
     assert first["error"] == second["error"]
     if first["error"] is None:
-        assert_equal(first["draft"], second["draft"])
+        assert_equal_tensors(first["draft"], second["draft"])
     if missing == "draft":
         assert "holds no draft on rank 1" in first["warnings"][0]
         assert (first["updates"], second["updates"]) == (1, 1)
-        assert_equal(first["best"], first["draft"])
+        assert_equal_tensors(first["best"], first["draft"])
     elif missing == "draft_state.pt":
         assert "not the state of its training" in first["warnings"][0]
         assert (first["updates"], second["updates"]) == (1, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import run_script
-from grpo_runs import assert_same_run, codraft_trainer, plain_trainer
+from grpo_runs import assert_equal_tensors, assert_same_run, codraft_trainer, plain_trainer
 from peft import LoraConfig
 from transformers.utils import logging
 
@@ -40,11 +40,6 @@ def checkpoint(trainer, step=2):
 
 def saved_state(trainer, step=2):
     return torch.load(checkpoint(trainer, step) / "draft" / "draft_state.pt", weights_only=True)
-
-
-def assert_equal_tensors(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_only_the_moments_are_left_out(runs):

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from grpo_runs import settings
+from trainer.test_config import BASE, OWN_FIELDS, parse
 from transformers import SchedulerType
-from trl import GRPOConfig, TrlParser
 
 from trl_codraft import CoDraftGRPOConfig
 from trl_codraft.training.draft_trainer import DraftTrainingArguments
 
 
-OWN_FIELDS = {spec.name for spec in fields(CoDraftGRPOConfig)} - {spec.name for spec in fields(GRPOConfig)}
 # field -> (values that work, values that do not), besides `WRONG`
 FLAG = ([True, False], [None, 0, 1, "true", "false", "no"])
 COUNT = ([1, 1000], [None, 0, -1, 2.0, True, "2"])
@@ -84,12 +83,6 @@ TRAINING = {
     "detach_passes": "draft_detach_passes",
 }
 TEMPERATURES = ("teacher_temperature", "rollout_temperature")
-BASE = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
-
-
-def parse(arguments):
-    (config,) = TrlParser(CoDraftGRPOConfig).parse_args_and_config(arguments)
-    return config
 
 
 def limited(tmp_path, name, value):
@@ -133,19 +126,9 @@ def test_values_set_after_construction_are_refused_when_the_trainer_takes_them(n
         CoDraftGRPOConfig.from_grpo_config(config)
 
 
-@pytest.mark.parametrize("name", TRAINING)
-def test_the_drafts_own_training_has_the_limits_of_the_run(name):
-    good, bad = LIMITS[TRAINING[name]]
-    for value in good:
-        DraftTrainingArguments(**{name: value})
-    for value in (*bad, *WRONG):
-        with refused(name):
-            DraftTrainingArguments(**{name: value})
-
-
-@pytest.mark.parametrize("name", TEMPERATURES)
-def test_temperatures_of_the_drafts_own_training_are_positive(name):
-    good, bad = POSITIVE
+@pytest.mark.parametrize("name", [*TRAINING, *TEMPERATURES])
+def test_the_drafts_own_training_has_the_limits_of_the_run_and_positive_temperatures(name):
+    good, bad = POSITIVE if name in TEMPERATURES else LIMITS[TRAINING[name]]
     for value in good:
         DraftTrainingArguments(**{name: value})
     for value in (*bad, *WRONG):

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from grpo_runs import assert_same_run, codraft_trainer, plain_trainer, weights
+from grpo_runs import assert_equal_tensors, assert_same_run, codraft_trainer, draft_of, plain_trainer, weights
 from tiny import tiny_policy
 from transformers import TrainerCallback
 
@@ -21,15 +21,6 @@ def whole(tmp_path_factory):
     trainer = codraft_trainer(tmp_path_factory.mktemp("whole"), **SAVING)
     trainer.train()
     return trainer
-
-
-def draft_of(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.draft_model.state_dict().items()}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 class SaveWithinWindow(TrainerCallback):
@@ -54,7 +45,7 @@ def test_run_that_is_stopped_within_a_window_saves_and_resumes(tmp_path):
     assert first.state.global_step == 1
     saved = torch.load(tmp_path / "checkpoint-1" / "draft" / "draft_state.pt", weights_only=True)["draft_trainer"]
     assert saved["num_updates"] == 1
-    assert_equal(saved["draft"], draft_of(first))
+    assert_equal_tensors(saved["draft"], draft_of(first))
     resumed = codraft_trainer(tmp_path / "resumed", **SAVING)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert (resumed.state.global_step, resumed.draft_trainer.num_updates) == (3, 3)
@@ -74,7 +65,7 @@ def test_save_within_a_window_does_not_change_the_run(whole, tmp_path):
     ours.train()
     assert open_windows == [True] * 3
     assert_same_run(ours, whole)
-    assert_equal(draft_of(ours), draft_of(whole))
+    assert_equal_tensors(draft_of(ours), draft_of(whole))
 
 
 @pytest.mark.parametrize("place", ["moved", "trailing slash", "relative", "True"])
@@ -86,16 +77,16 @@ def test_resume_from_any_place_is_the_same_run(place, whole, tmp_path, monkeypat
     path = {"moved": str(runs / "checkpoint-2"), "trailing slash": f"{runs}/checkpoint-2/", "True": True}
     resumed = codraft_trainer(runs if place == "True" else tmp_path / "resumed", **SAVING)
     resumed.train(resume_from_checkpoint=path.get(place, "moved/checkpoint-2"))
-    assert_equal(weights(resumed), weights(whole))
-    assert_equal(draft_of(resumed), draft_of(whole))
+    assert_equal_tensors(weights(resumed), weights(whole))
+    assert_equal_tensors(draft_of(resumed), draft_of(whole))
 
 
 def test_trainer_that_has_trained_resumes_as_a_new_one_does(whole, tmp_path):
     trainer = codraft_trainer(tmp_path, **SAVING)
     trainer.train()
     trainer.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
-    assert_equal(weights(trainer), weights(whole))
-    assert_equal(draft_of(trainer), draft_of(whole))
+    assert_equal_tensors(weights(trainer), weights(whole))
+    assert_equal_tensors(draft_of(trainer), draft_of(whole))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +108,7 @@ def test_resume_under_settings_that_leave_the_weights_their_meaning(setting, who
     checkpoint = Path(whole.args.output_dir) / "checkpoint-2"
     resumed.train(resume_from_checkpoint=str(checkpoint))
     saved = torch.load(checkpoint / "draft" / "draft_state.pt", weights_only=True)["draft_trainer"]
-    assert_equal(seen, saved["draft"])
+    assert_equal_tensors(seen, saved["draft"])
     assert resumed.draft_trainer.num_updates == 3
 
 
