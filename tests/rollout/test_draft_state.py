@@ -162,9 +162,9 @@ def test_new_draft_weights_are_used_by_the_next_call(policy):
     ("kwargs", "width"), [({"temperature": 0.7, "top_p": 0.9}, 40), ({"repetition_penalty": 1.3}, 104)]
 )
 def test_a_reduced_draft_works_in_its_own_vocabulary_unless_token_ids_matter(policy, monkeypatch, kwargs, width):
-    draft, widths, original = random_draft(policy, target_ids=range(3, 43)), set(), loop.sampling.draft_distribution
+    draft, widths, original = random_draft(policy, target_ids=range(3, 43)), set(), loop.accept.draft_distribution
     monkeypatch.setattr(
-        loop.sampling, "draft_distribution", lambda scores, raw: widths.add(raw.shape[-1]) or original(scores, raw)
+        loop.accept, "draft_distribution", lambda scores, raw: widths.add(raw.shape[-1]) or original(scores, raw)
     )
     ids, mask = ragged_prompts([6, 3], seed=3)
     speculative_generate(policy, draft, ids, mask, num_draft_tokens=2, do_sample=True, max_new_tokens=6, **kwargs)

@@ -12,8 +12,7 @@ from tiny import tiny_policy
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from trl_codraft.rollout import accept as sampling
-from trl_codraft.rollout import loop
+from trl_codraft.rollout import accept, loop
 from trl_codraft.rollout.speculative import speculative_generate
 
 
@@ -178,7 +177,7 @@ def test_completions_follow_the_policy_while_the_draft_length_changes(
 def test_drawing_follows_the_probabilities_and_never_picks_zero():
     """Against exact probabilities; zeros at the front, in the middle and at the end."""
     p = torch.tensor([0.0, 0.3, 0.0, 0.05, 0.65, 0.0, 0.0]).repeat(20000, 1)
-    drawn = torch.bincount(sampling.draw(p, torch.Generator().manual_seed(0)), minlength=7)
+    drawn = torch.bincount(accept.draw(p, torch.Generator().manual_seed(0)), minlength=7)
     assert drawn[p[0] == 0].sum() == 0
     expected = p[0] * len(p)
     inside = expected > 0
@@ -188,9 +187,9 @@ def test_drawing_follows_the_probabilities_and_never_picks_zero():
     for total in (1.0, 0.1, 3.0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "rand", lambda *size, **kwargs: torch.full((1, 1), 1 - 2**-53, dtype=torch.float64))
-            assert sampling.draw(total * p[:1]) == 4
+            assert accept.draw(total * p[:1]) == 4
             patch.setattr(torch, "rand", lambda *size, **kwargs: torch.zeros(1, 1, dtype=torch.float64))
-            assert sampling.draw(total * p[:1]) == 1
+            assert accept.draw(total * p[:1]) == 1
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -222,7 +221,7 @@ MUTANTS = {
 @pytest.mark.parametrize("k", [1, 4])
 def test_wrong_rules_are_seen(policy, prompts, exact, monkeypatch, mutant, k):
     attribute, replacement = MUTANTS[mutant]
-    monkeypatch.setattr(sampling, attribute, replacement)
+    monkeypatch.setattr(accept, attribute, replacement)
     assert worst_p_value_unchecked(policy, prompts, exact, k) < 1e-6
 
 
@@ -278,21 +277,21 @@ def test_generator_makes_rollouts_reproducible_and_leaves_the_global_state_alone
 
 def test_identical_distributions_have_no_residual_to_divide_by():
     p = torch.tensor([[0.25, 0.75, 0.0], [0.5, 0.5, 0.0]])
-    assert torch.equal(sampling.residual(p, p), p)
-    rest = sampling.residual(p, torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]))
+    assert torch.equal(accept.residual(p, p), p)
+    rest = accept.residual(p, torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]))
     assert torch.equal(rest, torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
 
 
 def test_impossible_token_is_rejected_even_by_a_zero_draw():
     zero, half = torch.zeros(1), torch.full((1,), 0.5)
-    assert not sampling.accepts(zero, zero, half)
-    assert sampling.accepts(zero, half, half)
+    assert not accept.accepts(zero, zero, half)
+    assert accept.accepts(zero, half, half)
 
 
 def test_draft_emptied_by_the_processors_falls_back_to_its_own_distribution():
     raw = torch.tensor([[1.0, 2.0, -torch.inf], [1.0, 2.0, -torch.inf], [torch.nan, 1.0, 2.0]])
     processed = torch.tensor([[-torch.inf] * 3, [-torch.inf, 5.0, -torch.inf], [torch.nan, 1.0, 2.0]])
-    q = sampling.draft_distribution(processed, raw)
+    q = accept.draft_distribution(processed, raw)
     torch.testing.assert_close(q[0], raw[0].softmax(-1))
     assert torch.equal(q[1], torch.tensor([0.0, 1.0, 0.0]))
     torch.testing.assert_close(q[2], torch.full((3,), 1 / 3))

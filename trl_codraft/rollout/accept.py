@@ -1,6 +1,11 @@
 """
-Accepting and resampling drafted tokens so that the committed tokens follow the policy's distribution exactly
-(speculative sampling: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2).
+The acceptance rule: which drafted tokens a round keeps, so that the committed tokens follow the policy's distribution
+exactly, whatever the draft (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2).
+
+A token drawn from `q` is accepted when `u * q < p`, with `u` uniform in `[0, 1)`: with probability `min(1, p / q)`. The
+first refusal ends the block, and the token there is drawn from `norm(max(p - q, 0))`. If all are accepted, one more is
+drawn from `p`. A position then holds token `x` with probability
+`min(p(x), q(x)) + (1 - sum min(p, q)) * max(p(x) - q(x), 0) / sum max(p - q, 0) = p(x)`.
 
 Shapes: `B` rows, `k` drafted tokens, `V` policy vocabulary, `Vq` the vocabulary drafts are drawn from (the policy's or
 the draft's own). `p` is the policy's distribution, `q` the draft's.
@@ -14,15 +19,15 @@ import torch
 @dataclass
 class Drafts:
     """
-    Drafted tokens, and the distributions they were drawn from.
+    Drafted tokens and the distributions they were drawn from.
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(B, k)`):
             Drafted tokens, as ids of the policy.
         choices (`torch.LongTensor` of shape `(B, k)`):
-            The same as columns of `q`.
+            The same tokens, as columns of `q`.
         q (`torch.FloatTensor` of shape `(B, k, Vq)` or `None`):
-            Distributions; `None` where tokens were not drawn but chosen.
+            Distributions; `None` if the tokens were chosen greedily.
         vocab (`torch.LongTensor` of shape `(Vq,)` or `None`):
             Policy id of each column of `q`; `None` if they are the policy's own.
     """
@@ -35,18 +40,18 @@ class Drafts:
 
 def accepts(uniform: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
-    Acceptance test of drafted tokens with probability `p` under the policy and `q` under the draft.
+    Tests drafted tokens that have probability `p` under the policy and `q` under the draft.
 
-    Strict, so that a token with `p = 0` is never kept, not even when `uniform` is exactly 0.
+    The comparison is strict, so that a token with `p = 0` is never kept, not even when `uniform` is exactly 0.
     """
     return uniform * q < p
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
-    The distribution to draw from after a rejection: `max(p - q, 0)`, renormalised.
+    Returns the distribution to draw from after a refusal: `max(p - q, 0)`, renormalised.
 
-    Where nothing remains (`p == q` up to rounding, where a rejection has probability zero), `p` itself.
+    If nothing remains (`p == q` up to rounding, when a refusal has probability zero), it is `p` itself.
     """
     rest = (p - q).clamp_(min=0)
     mass = rest.sum(-1, keepdim=True)
@@ -55,13 +60,13 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """
-    One token per row of `(B, V)` probabilities (any positive multiple of them): `(B,)`.
+    Draws one token per row of `(B, V)` probabilities (any positive multiple of them): `(B,)`.
 
-    On a CPU by inverting the cumulative sum, in float64: `multinomial` draws a random number for every entry of the
-    vocabulary there, which takes as long as several layers of a small policy.
+    A CPU inverts the cumulative sum, in float64: `multinomial` draws a random number for every entry of the vocabulary
+    there, which takes as long as several layers of a small policy.
 
     Raises:
-        RuntimeError: on a CPU if a row holds what is no probability, as `multinomial` does; on a GPU it fails there.
+        RuntimeError: on a CPU if a row holds NaN, infinity or nothing but zeros; on a GPU `multinomial` fails by itself.
     """
     if probabilities.device.type != "cpu":
         return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1)
@@ -76,13 +81,13 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) 
 
 
 def leading_run(flags: torch.Tensor) -> torch.Tensor:
-    """Number of leading True values in each row of `(B, k)`: `(B,)`."""
+    """Counts the leading True values in each row of `(B, k)`: `(B,)`."""
     return flags.long().cumprod(-1).sum(-1)
 
 
 def verify_sampled(
     p: torch.Tensor,
-    drafts: "Drafts",
+    drafts: Drafts,
     counts: torch.Tensor,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +100,7 @@ def verify_sampled(
         drafts ([`Drafts`]):
             The drafted tokens and the distributions they were drawn from.
         counts (`torch.LongTensor` of shape `(B,)`):
-            How many of them count in each row; what follows is padding.
+            How many of them count in each row; the rest is padding.
         generator (`torch.Generator`, *optional*):
             Source of randomness, the global one by default.
 
@@ -122,7 +127,7 @@ def verify_greedy(
     best: torch.Tensor, drafted: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Greedy counterpart of [`verify_sampled`]: keeps drafted tokens while they equal the policy's choice.
+    Does greedily what [`verify_sampled`] does: keeps drafted tokens while they equal the policy's choice.
 
     Args:
         best (`torch.LongTensor` of shape `(B, k + 1)`):
@@ -142,10 +147,12 @@ def verify_greedy(
 
 def draft_distribution(scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
     """
-    The draft's distribution after the processors. In rows the processors left without any token (a constraint that
-    allows only tokens outside the draft's vocabulary) the distribution before them, and for a draft whose scores are not
-    numbers the uniform one: any distribution is lossless if tokens are drawn from the one that is later compared with
-    the policy's, so a broken draft costs speed and nothing else.
+    Returns the draft's distribution after the processors.
+
+    A row that the processors left without any token (a constraint that allows only tokens outside the draft's vocabulary)
+    gets the distribution before them, and a draft whose scores are not numbers the uniform one: any distribution is
+    lossless if tokens are drawn from the one that is later compared with the policy's, so a broken draft costs speed and
+    nothing else.
 
     Args:
         scores (`torch.FloatTensor` of shape `(B, Vq)`):

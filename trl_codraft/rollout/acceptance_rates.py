@@ -1,4 +1,4 @@
-"""Which share of drafted tokens the policy keeps, position by position, and an alarm when it collapses."""
+"""Measures the share of drafted tokens that the policy keeps, position by position, and warns when it collapses."""
 
 import logging
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ ALARM_MEMORY, LOW, GOOD = 200.0, 0.05, 0.3
 
 class AcceptanceRecord:
     """
-    Acceptance at each draft position, given that it was reached; older trials fade.
+    Measures acceptance at each draft position, given that it was reached; older trials fade.
 
-    Where a position has few trials of its own, it is taken to be like the one before it.
+    A position with few trials of its own is taken to be like the one before it.
 
     Args:
         num_positions (`int`):

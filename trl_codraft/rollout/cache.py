@@ -9,8 +9,10 @@ Shapes: `B` rows, `q` query columns, `kv` visible slots, `C` capacity, `Hkv` key
 """
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+from .decode_attention import DECODING, repeated
 
 
 class RaggedCache(Cache):
@@ -248,15 +250,17 @@ class PolicyMasks:
     Builds the masks a policy's forward takes, in the form its attention implementation and its layers want.
 
     Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the policy.
+        policy ([`~transformers.PreTrainedModel`]):
+            The policy.
     """
 
-    def __init__(self, config: PreTrainedConfig):
-        text_config = config.get_text_config()
-        self._eager = text_config._attn_implementation == "eager"
-        self._layer_types = sorted(set(getattr(text_config, "layer_types", None) or ()))
-        self._window = getattr(text_config, "sliding_window", None)
+    def __init__(self, policy: PreTrainedModel):
+        self._config = policy.config.get_text_config()
+        self._eager = self._config._attn_implementation == "eager"
+        self._layer_types = sorted(set(getattr(self._config, "layer_types", None) or ()))
+        self._window = getattr(self._config, "sliding_window", None)
+        heads = self._config.num_attention_heads
+        self._groups = heads // (getattr(self._config, "num_key_value_heads", None) or heads)
 
     @property
     def hides_old_slots(self) -> bool:
@@ -268,7 +272,8 @@ class PolicyMasks:
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """
         `(B, 1, q, kv)` mask, or one per layer type for policies whose layers differ: boolean, or to be added in
-        `dtype`, which eager attention always wants.
+        `dtype`, which eager attention always wants. While the policy attends by
+        [`~rollout.decode_attention.decode_attention`], the mask carries its copy for grouped heads, one for all layers.
         """
         if not self._layer_types:
             return self._form(causal_mask(slots, visible, self._window), dtype, additive)
@@ -278,6 +283,8 @@ class PolicyMasks:
         }
 
     def _form(self, mask: torch.Tensor, dtype: torch.dtype, additive: bool) -> torch.Tensor:
-        if not additive and not self._eager:
-            return mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        if additive or self._eager:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        if self._groups > 1 and self._config._attn_implementation == DECODING:
+            mask.repeated = repeated(mask, self._groups)
+        return mask

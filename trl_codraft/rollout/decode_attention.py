@@ -8,7 +8,6 @@ head become rows of one attention instead, and the cache is read where it lies.
 Shapes: `B` rows, `q` query columns, `kv` slots, `Hq` / `Hkv` query / key-value heads, `D` head dim.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
-IMPLEMENTATION = "trl_codraft_decode"
+DECODING = "trl_codraft_decode"
 
 
 def decode_attention(
@@ -41,7 +40,7 @@ def decode_attention(
         query (`torch.Tensor` of shape `(B, Hq, q, D)`), key, value (`torch.Tensor` of shape `(B, Hkv, kv, D)`):
             States.
         attention_mask (`torch.Tensor` of shape `(B, 1, q, kv)`, *optional*):
-            Mask shared by all heads.
+            Mask shared by all heads. Its attribute `repeated`, where it has one, is what [`repeated`] made of it.
         dropout (`float`), scaling (`float`, *optional*), kwargs:
             As for every attention function.
 
@@ -56,28 +55,21 @@ def decode_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     packed = query.reshape(batch, key.shape[1], groups * columns, -1)
-    mask = attention_mask if groups == 1 else _repeated(attention_mask, groups)
+    # A mask that the policy made of ours, or one for fewer heads than this layer groups, has no copy that fits.
+    mask = getattr(attention_mask, "repeated", attention_mask)
+    if mask.shape[2] < packed.shape[2]:
+        mask = repeated(attention_mask, groups)
+    mask = mask[:, :, : packed.shape[2]]
     out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, columns, -1).transpose(1, 2).contiguous(), None
 
 
-# By the number of a mask: the mask, held weakly, and what its layers made of it. A policy has a mask per kind of layer.
-_masks: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+def repeated(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    """A mask `(B, 1, q, kv)` for the query heads that share a key/value head: `(B, 1, groups * q, kv)`."""
+    return mask.expand(-1, -1, groups, -1) if mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)
 
 
-def _repeated(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """A mask `(B, 1, q, kv)` for the query heads of a group, `(B, 1, groups * q, kv)`: copied once for all layers."""
-    if mask.shape[2] == 1:
-        return mask.expand(-1, -1, groups, -1)
-    known = _masks.get(id(mask))
-    if known is None or known[0]() is not mask or known[1].shape[2] != groups * mask.shape[2]:
-        for number in [number for number, (of, _) in _masks.items() if of() is None]:
-            del _masks[number]
-        known = _masks[id(mask)] = (weakref.ref(mask), mask.repeat(1, 1, groups, 1))
-    return known[1]
-
-
-AttentionInterface.register(IMPLEMENTATION, decode_attention)
+AttentionInterface.register(DECODING, decode_attention)
 
 
 @contextmanager
@@ -88,9 +80,8 @@ def decoding_attention(policy: PreTrainedModel) -> Iterator[None]:
     if before != "sdpa":
         yield
         return
-    config._attn_implementation = IMPLEMENTATION
+    config._attn_implementation = DECODING
     try:
         yield
     finally:
         config._attn_implementation = before
-        _masks.clear()

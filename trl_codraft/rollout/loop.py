@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.policy import follows_length
 from ..modeling.taps import TapRecorder
-from . import accept as sampling
+from . import accept
 from .cache import PolicyMasks, compaction_order
 from .controller import DraftLengthController, FixedDraftLength, Round
 from .criteria import PositionwiseCriteria
@@ -49,9 +49,40 @@ class SamplingRule:
     generator: torch.Generator | None
 
 
+@dataclass(frozen=True)
+class RolloutCall:
+    """
+    One call of `generate`, as the loop sees it.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(B, P)`):
+            Left-padded prompts.
+        attention_mask (`torch.LongTensor` of shape `(B, P)`):
+            Zero at pads.
+        rule ([`SamplingRule`]):
+            How tokens are chosen.
+        criteria ([`PositionwiseCriteria`]):
+            When rows end.
+        pad_token_id (`int` or `None`):
+            Token that follows a finished row.
+        synced (`bool`, *optional*, defaults to `False`):
+            Whether all ranks must run the same number of policy forwards.
+        counts_overrun (`bool`, *optional*, defaults to `False`):
+            Whether a row's last block is drafted and counted in full, with the tokens behind its end.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    rule: SamplingRule
+    criteria: PositionwiseCriteria
+    pad_token_id: int | None
+    synced: bool = False
+    counts_overrun: bool = False
+
+
 class Rollout:
     """
-    One call of the loop; see [`SpeculativeDecoder`] for the arguments' meaning.
+    Serves one call of `generate`.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -62,22 +93,10 @@ class Rollout:
             The draft's state, None when the draft length is fixed at zero.
         controller ([`FixedDraftLength`] or [`DraftLengthController`]):
             Chooses the draft length.
-        rule ([`SamplingRule`]):
-            How tokens are chosen.
-        criteria ([`PositionwiseCriteria`]):
-            When rows end.
-        input_ids (`torch.LongTensor` of shape `(B, P)`):
-            Left-padded prompts.
-        attention_mask (`torch.LongTensor` of shape `(B, P)`):
-            Zero at pads.
-        pad_token_id (`int` or `None`):
-            What follows a finished row.
-        synced (`bool`):
-            Whether all ranks must run the same number of policy forwards.
-        trace ([`RolloutTrace`] or `None`):
+        call ([`RolloutCall`]):
+            The call.
+        trace ([`RolloutTrace`], *optional*):
             Collects the hidden states of the tokens that are kept.
-        counts_overrun (`bool`):
-            Whether a row's last block is drafted and counted in full, with what lies behind its end.
         steps ([`LiveSteps`], *optional*):
             How forwards behind the prompt run; as they come by default.
     """
@@ -88,35 +107,28 @@ class Rollout:
         recorder: TapRecorder,
         drafting: DraftRollout | None,
         controller: FixedDraftLength | DraftLengthController,
-        rule: SamplingRule,
-        criteria: PositionwiseCriteria,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        pad_token_id: int | None,
-        synced: bool,
+        call: RolloutCall,
         trace: RolloutTrace | None = None,
-        counts_overrun: bool = False,
         steps: LiveSteps | None = None,
     ):
         self.policy, self.recorder, self.drafting, self.controller = policy, recorder, drafting, controller
-        self.rule, self.criteria, self.pad_token_id, self.synced = rule, criteria, pad_token_id, synced
-        self.trace, self.counts_overrun = trace, counts_overrun
+        self.call, self.rule, self.criteria = call, call.rule, call.criteria
+        self.trace = trace
         self.steps = LiveSteps() if steps is None else steps
-        self.stats = SpeculativeStats(rows=len(input_ids))
-        self.device = input_ids.device
-        self.attention_mask = attention_mask
-        batch, prompt = input_ids.shape
+        self.stats = SpeculativeStats(rows=len(call.input_ids))
+        self.device = call.input_ids.device
+        batch, prompt = call.input_ids.shape
         self.prompt_columns = prompt
         # Room behind the limit for draft columns that do not count in a row close to it.
-        self.sequences = input_ids.new_zeros(batch, criteria.max_length + MAX_DRAFT_TOKENS + 1)
-        self.sequences[:, :prompt] = input_ids
-        self.masks = PolicyMasks(policy.config)
-        slots = criteria.max_length + MAX_DRAFT_TOKENS
+        slots = self.criteria.max_length + MAX_DRAFT_TOKENS
+        self.sequences = call.input_ids.new_zeros(batch, slots + 1)
+        self.sequences[:, :prompt] = call.input_ids
+        self.masks = PolicyMasks(policy)
         self.cache = self.steps.cache(batch, slots, prompt + INITIAL_NEW_SLOTS)
         # Per active row: index in the batch, columns so far, masked columns (position = column - pads).
         self.rows = list(range(batch))
         self.lengths = [prompt] * batch
-        self.pads = (attention_mask == 0).sum(1).tolist()
+        self.pads = (call.attention_mask == 0).sum(1).tolist()
         # Per batch row: columns when it left or stopped.
         self.final = [prompt] * batch
         self.stopped: list[int | None] = [None] * batch
@@ -135,7 +147,7 @@ class Rollout:
         """One round; False when no row is left, in lockstep on any rank."""
         k = self.controller.choose(len(self.rows)) if self.rows and self.drafting is not None else 0
         active = len(self.rows) > 0
-        if self.synced:
+        if self.call.synced:
             active, k = agree(active, k, self.device)
         if self.rows:
             self._round(k)
@@ -167,7 +179,7 @@ class Rollout:
         them, and the positions `(B, c)` of their columns.
         """
         ids = self.sequences[:, : self.prompt_columns].tolist()
-        prompts = [tuple(compress(*row)) for row in zip(ids, self.attention_mask.tolist(), strict=True)]
+        prompts = [tuple(compress(*row)) for row in zip(ids, self.call.attention_mask.tolist(), strict=True)]
         blocks, reads = prompt_blocks(prompts, self._worth_a_forward()), []
         for block in blocks:
             ids, positions = block.tensors(self.device)
@@ -191,7 +203,7 @@ class Rollout:
     def _worth_a_forward(self) -> float:
         """Tokens that a second forward over prompts has to save."""
         # Ranks in step run the same number of forwards. Keys of beginnings alone must be those of whole prompts.
-        if self.synced or any(follows_length(module) for module in self.policy.modules()):
+        if self.call.synced or any(follows_length(module) for module in self.policy.modules()):
             return math.inf
         return MIN_SAVED_TOKENS_ON_CPU if self.device.type == "cpu" else MIN_SAVED_TOKENS
 
@@ -230,7 +242,7 @@ class Rollout:
             size if end is None or not self.criteria.has_eos else end + 1
             for size, end in zip(sizes, ends, strict=True)
         ]
-        self.stats.count_round(counts, committed, kept_host if self.counts_overrun else None)
+        self.stats.count_round(counts, committed, kept_host if self.call.counts_overrun else None)
         self._commit(committed, ends)
         seconds = self.controller.clock() - start
         unusual = (backlog and width > 0) or caught_up or self.steps.just_recorded
@@ -240,10 +252,10 @@ class Rollout:
         """Draft tokens for a row: within its budget (one token always comes from the policy) and the draft's context."""
         if self.drafting is None:
             return 0
-        budget = k if self.counts_overrun else self.criteria.max_length - length - 1
+        budget = k if self.call.counts_overrun else self.criteria.max_length - length - 1
         return max(0, min(k, budget, self.drafting.room(length - pads)))
 
-    def _draft(self, counts: list[int], rows: torch.Tensor, lengths: torch.Tensor) -> sampling.Drafts:
+    def _draft(self, counts: list[int], rows: torch.Tensor, lengths: torch.Tensor) -> accept.Drafts:
         """Drafted tokens `(n, w)`, written into the buffer, with the distributions they came from if they are drawn."""
         # Processors that look at token ids need the policy's vocabulary, the others do their work on the draft's own.
         vocab = self.drafting.vocab if self.rule.processors.id_free else None
@@ -257,8 +269,8 @@ class Rollout:
             chosen = torch.zeros_like(rows)
             if self.rule.do_sample:
                 q = torch.zeros_like(raw)  # stays zero in rows that draft no further
-                q[some] = sampling.draft_distribution(scores, raw[some])
-                chosen[some] = sampling.draw(q[some], self.rule.generator)
+                q[some] = accept.draft_distribution(scores, raw[some])
+                chosen[some] = accept.draw(q[some], self.rule.generator)
                 distributions.append(q)
             else:
                 chosen[some] = scores.argmax(-1)
@@ -269,13 +281,13 @@ class Rollout:
 
         tokens = self.drafting.propose(counts, choose)
         q = torch.stack(distributions, 1) if distributions else None
-        return sampling.Drafts(tokens, torch.stack(choices, 1), q, vocab)
+        return accept.Drafts(tokens, torch.stack(choices, 1), q, vocab)
 
     def _pick(self, scores: torch.Tensor) -> torch.Tensor:
         """One token per row of processed scores `(N, V)`: `(N,)`."""
         if not self.rule.do_sample:
             return scores.argmax(-1)
-        return sampling.draw(scores.softmax(-1), self.rule.generator)
+        return accept.draw(scores.softmax(-1), self.rule.generator)
 
     def _verify(self, logits, rows, lengths, counts, drafts):
         """Kept draft tokens `(n,)` and the next token `(n,)`, from `(n, q, V)` logits at prefix lengths `(n, q)`."""
@@ -291,9 +303,9 @@ class Rollout:
         wanted = torch.tensor(counts, device=self.device)
         if not self.rule.do_sample:
             best = _at(some, scores.argmax(-1), shape.numel()).view(shape)
-            return sampling.verify_greedy(best, drafts.tokens, wanted)
+            return accept.verify_greedy(best, drafts.tokens, wanted)
         p = _at(some, scores.softmax(-1), shape.numel()).view(*shape, -1)
-        return sampling.verify_sampled(p, drafts, wanted, self.rule.generator)
+        return accept.verify_sampled(p, drafts, wanted, self.rule.generator)
 
     def _forward(self, visible: int, padded: bool, ids, positions) -> list[torch.Tensor]:
         """What `_read` returns of a decoding round."""
@@ -379,7 +391,7 @@ class Rollout:
             return self.sequences[:, :longest].clone()
         stops = torch.tensor(self.stopped, device=self.device)[:, None]
         behind = torch.arange(longest, device=self.device) >= stops
-        return self.sequences[:, :longest].masked_fill(behind, self.pad_token_id)
+        return self.sequences[:, :longest].masked_fill(behind, self.call.pad_token_id)
 
 
 def _at(some, values: torch.Tensor, size: int) -> torch.Tensor:

@@ -30,10 +30,10 @@ from .binding import NOT_REACHED, decoding_by, refuse
 from .controller import DraftLengthController, FixedDraftLength
 from .criteria import PositionwiseCriteria
 from .drafting import DraftRollout
-from .loop import INITIAL_NEW_SLOTS, Rollout, SamplingRule
+from .loop import INITIAL_NEW_SLOTS, Rollout, RolloutCall, SamplingRule
 from .processors import PositionwiseProcessors
 from .prompts import refuse_empty_prompts
-from .static_shapes import steps_for
+from .static_shapes import LiveSteps, steps_for
 from .stats import MAX_DRAFT_TOKENS, SpeculativeOutput, SpeculativeStats
 from .support import call_reason, refused_argument, refused_reason, unsupported_reason
 from .trace import RolloutTrace
@@ -167,42 +167,43 @@ class SpeculativeDecoder:
             raise RuntimeError("`recording()` holds one call of `generate`: rows of a second one would be mixed up.")
         input_ids = input_ids.to(self.policy.device)
         attention_mask = self._attention_mask(input_ids, model_kwargs)
-        rule = SamplingRule(PositionwiseProcessors(logits_processor), generation_config.do_sample, self.generator)
-        criteria = PositionwiseCriteria(stopping_criteria, generation_config.max_length, input_ids.device)
         pad = generation_config._pad_token_tensor
-        if self._cuda_graphs and synced_gpus:
-            raise ValueError(
-                "CUDA graphs read weights where they lay when they were recorded, and a sharded policy gathers them anew "
-                "in each forward. Set `rollout_cuda_graphs=False`."
-            )
-        steps = steps_for(self.policy.device, self._cuda_graphs)
+        call = RolloutCall(
+            input_ids,
+            attention_mask,
+            SamplingRule(PositionwiseProcessors(logits_processor), generation_config.do_sample, self.generator),
+            PositionwiseCriteria(stopping_criteria, generation_config.max_length, input_ids.device),
+            None if pad is None else pad.item(),
+            synced_gpus,
+            self._counts_overrun,
+        )
+        steps = self._steps(synced_gpus)
         # Gathering a sharded embedding is collective: once, before rows of different ranks part ways.
         with self._head.gathered():
-            drafting = None
-            if self.controller.max_draft_tokens > 0:
-                slots = input_ids.shape[1] + INITIAL_NEW_SLOTS
-                reach = criteria.max_length + (MAX_DRAFT_TOKENS if self._counts_overrun else 0)
-                drafting = DraftRollout(self.draft, self._head, len(input_ids), reach, slots, steps)
-            rollout = Rollout(
-                self.policy,
-                self._recorder,
-                drafting,
-                self.controller,
-                rule,
-                criteria,
-                input_ids,
-                attention_mask,
-                None if pad is None else pad.item(),
-                synced_gpus,
-                self._trace,
-                self._counts_overrun,
-                steps,
-            )
+            drafting = self._drafting(call, steps)
+            rollout = Rollout(self.policy, self._recorder, drafting, self.controller, call, self._trace, steps)
             sequences = rollout.run()
         self.stats.add(rollout.stats)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
+
+    def _steps(self, synced_gpus: bool) -> LiveSteps:
+        """How the forwards of one call run."""
+        if self._cuda_graphs and synced_gpus:
+            raise ValueError(
+                "CUDA graphs read weights where they lay when they were recorded, and a sharded policy gathers them anew "
+                "in each forward. Set `rollout_cuda_graphs=False`."
+            )
+        return steps_for(self.policy.device, self._cuda_graphs)
+
+    def _drafting(self, call: RolloutCall, steps: LiveSteps) -> DraftRollout | None:
+        """The draft's state in one call, None if it is never asked."""
+        if self.controller.max_draft_tokens == 0:
+            return None
+        rows, columns = call.input_ids.shape
+        reach = call.criteria.max_length + (MAX_DRAFT_TOKENS if call.counts_overrun else 0)
+        return DraftRollout(self.draft, self._head, rows, reach, columns + INITIAL_NEW_SLOTS, steps)
 
     def bind(self, generate: Callable, refused: Callable[[str], None] | None = None) -> Callable:
         """
