@@ -43,12 +43,10 @@ EXACT = {
     "epsilon_cutoff": 0.01,
     "eta_cutoff": 0.01,
     "repetition_penalty": 1.6,
-    "encoder_repetition_penalty": 1.6,
     "length_penalty": 2.0,
     "no_repeat_ngram_size": 2,
     "bad_words_ids": [[7], [8, 9]],
     "renormalize_logits": True,
-    "forced_bos_token_id": 5,
     "forced_eos_token_id": 2,
     "remove_invalid_values": True,
     "exponential_decay_length_penalty": (2, 1.4),
@@ -59,7 +57,6 @@ EXACT = {
     "pad_token_id": 3,
     "bos_token_id": 4,
     "eos_token_id": [2, 9, 30],
-    "encoder_no_repeat_ngram_size": 2,
     "decoder_start_token_id": 4,
     # What other ways of drafting read, which none of these turns on.
     "num_assistant_tokens": 3,
@@ -98,6 +95,9 @@ REFUSED = {
     "constraints": [object()],
     "force_words_ids": [[5]],
     "prefill_chunk_size": 2,
+    "encoder_repetition_penalty": 1.6,
+    "encoder_no_repeat_ngram_size": 2,
+    "forced_bos_token_id": 5,
 }
 # Plain generation raises as well: it wants models, permission to run code from the Hub, or samples.
 FAIL_PLAINLY = {"use_mtp", "token_healing", "dola_layers", "constraints", "force_words_ids", "assistant_early_exit"}

@@ -36,18 +36,14 @@ PROCESSORS = {
     "min_length": lambda: hf.MinLengthLogitsProcessor(9, EOS),
     "min_new_tokens": lambda: hf.MinNewTokensLengthLogitsProcessor(6, 4, EOS),
     "begin_suppress": lambda: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], 6),
-    "forced_bos": lambda: hf.ForcedBOSTokenLogitsProcessor(1),
     "forced_eos": lambda: hf.ForcedEOSTokenLogitsProcessor(11, EOS),
     "decay": lambda: hf.ExponentialDecayLengthPenalty((2, 1.3), EOS, 6),
     "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.7),
     "repetition_ignoring_pads": lambda: hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=PADS),
     "repetition_ignoring_prompt": lambda: hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=6),
-    "encoder_repetition": lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(1.4, PROMPTS),
     "ngram_1": lambda: hf.NoRepeatNGramLogitsProcessor(1),
     "ngram_2": lambda: hf.NoRepeatNGramLogitsProcessor(2),
     "ngram_3": lambda: hf.NoRepeatNGramLogitsProcessor(3),
-    "encoder_ngram_1": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(1, PROMPTS),
-    "encoder_ngram_3": lambda: hf.EncoderNoRepeatNGramLogitsProcessor(3, PROMPTS),
     "bias": lambda: hf.SequenceBiasLogitsProcessor({(3,): 2.0, (4, 5): -3.0, (6, 7, 8): 4.0, (4, 9): 1.0}),
     "bad_words": lambda: hf.NoBadWordsLogitsProcessor([[3], [4, 5], sequences()[0, 2:5].tolist()], EOS),
     "prefix": lambda: hf.PrefixConstrainedLogitsProcessor(lambda row, ids: [1 + row, 5 + int(ids[-1]) % 5], 1),
@@ -121,7 +117,17 @@ class LouderTemperature(hf.TemperatureLogitsWarper):
     pass
 
 
-@pytest.mark.parametrize("processor", [ClassifierFreeGuidanceLogitsProcessor(1.5), Custom(), LouderTemperature(0.5)])
+UNKNOWN = [
+    ClassifierFreeGuidanceLogitsProcessor(1.5),
+    Custom(),
+    LouderTemperature(0.5),
+    hf.ForcedBOSTokenLogitsProcessor(0),
+    hf.EncoderRepetitionPenaltyLogitsProcessor(1.4, PROMPTS),
+    hf.EncoderNoRepeatNGramLogitsProcessor(2, PROMPTS),
+]
+
+
+@pytest.mark.parametrize("processor", UNKNOWN)
 def test_unknown_and_stateful_processors_are_refused_by_name(processor):
     processors = LogitsProcessorList([hf.TopKLogitsWarper(3), processor])
     assert type(processor).__name__ in unsupported_processor(processors)

@@ -167,7 +167,6 @@ PROCESSORS = {
     "suppress": {"suppress_tokens": [7, 8, 9], "begin_suppress_tokens": [20, 21]},
     "forced_eos": {"forced_eos_token_id": 2},
     "decay": {"exponential_decay_length_penalty": (2, 1.4)},
-    "encoder": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
 }
 
 

@@ -3,8 +3,8 @@ Logits processors at every verified position, each with its own true prefix.
 
 `generate` calls a processor once per step, with all rows at one length. A verification asks about many (row, position)
 pairs of different lengths at once, so each supported class of Transformers has a form here that takes them together
-and returns exactly what the class itself would return pair by pair. Classes that keep state between calls, and classes
-that are not known to be functions of (prefix, scores), are refused.
+and returns exactly what the class itself would return pair by pair. All other classes are refused: they may keep state
+between calls.
 
 Shapes: `N` (row, position) pairs, `V` vocabulary, `B` rows of the prompt batch, `S` columns of the sequence buffer.
 """
@@ -36,12 +36,12 @@ class Prefixes:
     lengths: torch.Tensor
 
     def tail(self, size: int) -> torch.Tensor:
-        """The last `size` tokens of each prefix, `(N, size)`; meaningless where the prefix is shorter."""
+        """Returns the last `size` tokens of each prefix, `(N, size)`; a shorter prefix gives meaningless ones."""
         columns = self.lengths[:, None] - size + torch.arange(size, device=self.lengths.device)
         return self.sequences[self.rows[:, None], columns.clamp(min=0)]
 
     def padded(self) -> torch.Tensor:
-        """`(N, longest)` prefixes; what stands behind a pair's own length is not part of it."""
+        """`(N, longest)` prefixes; tokens behind a pair's own length are not part of it."""
         return self.sequences[self.rows, : int(self.lengths.max())]
 
 
@@ -49,7 +49,7 @@ Adapter = Callable[[LogitsProcessor, Prefixes, torch.Tensor], torch.Tensor]
 
 
 def _tokenwise(processor: LogitsProcessor, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Classes that never read the prefix: the class itself does the work."""
+    """Calls the class itself, which never reads the prefix."""
     return processor(None, scores)
 
 
@@ -61,12 +61,6 @@ def _vocabulary_mask(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Ten
 def _ban_where(rows: torch.Tensor, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """`-inf` at the given ids, in the rows selected."""
     return scores.masked_fill(rows[:, None] & _vocabulary_mask(token_ids, scores), -torch.inf)
-
-
-def _force_where(rows: torch.Tensor, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """0 at the given ids and `-inf` elsewhere, in the rows selected."""
-    forced = torch.full_like(scores[0], -torch.inf).masked_fill(_vocabulary_mask(token_ids, scores), 0.0)
-    return torch.where(rows[:, None], forced, scores)
 
 
 def _min_length(processor, prefixes, scores):
@@ -82,13 +76,10 @@ def _suppress_at_begin(processor, prefixes, scores):
     return _ban_where(prefixes.lengths == processor.begin_index, processor.begin_suppress_tokens, scores)
 
 
-def _forced_bos(processor, prefixes, scores):
-    bos = torch.tensor([processor.bos_token_id], device=scores.device)
-    return _force_where(prefixes.lengths == 1, bos, scores)
-
-
 def _forced_eos(processor, prefixes, scores):
-    return _force_where(prefixes.lengths == processor.max_length - 1, processor.eos_token_id, scores)
+    eos = _vocabulary_mask(processor.eos_token_id, scores)
+    forced = torch.full_like(scores[0], -torch.inf).masked_fill(eos, 0.0)
+    return torch.where((prefixes.lengths == processor.max_length - 1)[:, None], forced, scores)
 
 
 def _exponential_decay(processor, prefixes, scores):
@@ -123,12 +114,6 @@ def _repetition_penalty(processor, prefixes, scores):
     return torch.where(_seen_tokens(ids, valid, scores.shape[-1]), penalised, scores)
 
 
-def _encoder_repetition_penalty(processor, prefixes, scores):
-    ids = processor.encoder_input_ids[prefixes.rows]
-    seen = _seen_tokens(ids, torch.ones_like(ids, dtype=torch.bool), scores.shape[-1])
-    return torch.where(seen, torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty), scores)
-
-
 def _no_repeat_ngram(processor, prefixes, scores):
     size = processor.ngram_size
     ids = prefixes.padded()
@@ -139,19 +124,6 @@ def _no_repeat_ngram(processor, prefixes, scores):
     ends = torch.arange(size, ids.shape[1] + 1, device=ids.device)
     matches &= (ends <= prefixes.lengths[:, None]) & (prefixes.lengths >= size)[:, None]
     return scores.masked_fill(_seen_tokens(windows[..., -1], matches, scores.shape[-1]), -torch.inf)
-
-
-def _encoder_no_repeat_ngram(processor, prefixes, scores):
-    scores = scores.clone()
-    tails = prefixes.tail(processor.ngram_size - 1).tolist()
-    pairs = zip(prefixes.rows.tolist(), prefixes.lengths.tolist(), tails, strict=True)
-    for pair, (row, length, tail) in enumerate(pairs):
-        # The class slices `ids[length + 1 - size : length]`; a negative start counts from the end, as lists do.
-        if length + 1 < processor.ngram_size:
-            ids = prefixes.sequences[row, :length].tolist()
-            tail = ids[length + 1 - processor.ngram_size : length]
-        scores[pair, processor.generated_ngrams[row].get(tuple(tail), [])] = -torch.inf
-    return scores
 
 
 def _sequence_bias(processor, prefixes, scores):
@@ -194,21 +166,17 @@ ADAPTERS: dict[type[LogitsProcessor], Adapter] = {
     hf.MinLengthLogitsProcessor: _min_length,
     hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
     hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
-    hf.ForcedBOSTokenLogitsProcessor: _forced_bos,
     hf.ForcedEOSTokenLogitsProcessor: _forced_eos,
     hf.ExponentialDecayLengthPenalty: _exponential_decay,
     hf.RepetitionPenaltyLogitsProcessor: _repetition_penalty,
-    hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition_penalty,
     hf.NoRepeatNGramLogitsProcessor: _no_repeat_ngram,
-    hf.EncoderNoRepeatNGramLogitsProcessor: _encoder_no_repeat_ngram,
     hf.SequenceBiasLogitsProcessor: _sequence_bias,
     hf.NoBadWordsLogitsProcessor: _sequence_bias,
     hf.PrefixConstrainedLogitsProcessor: _prefix_constrained,
 }
 
 
-# Functions of the scores alone, whatever tokens they belong to: what they make of a draft's scores they make of its
-# scores in its own vocabulary.
+# These read scores alone, whatever tokens they belong to, so that they can be applied in a draft's own vocabulary.
 ID_FREE = {
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
@@ -224,14 +192,13 @@ ID_FREE = {
 
 
 def unsupported_processor(processors: list[LogitsProcessor]) -> str | None:
-    """Names the first processor that cannot be evaluated at several positions at once, or returns None."""
+    """Names the first processor that has no form here, or returns None."""
     for processor in processors:
         # The exact type: a subclass may override `__call__` with anything.
         if type(processor) not in ADAPTERS:
             return (
-                f"the logits processor {type(processor).__name__} is not known to be a function of the prefix alone "
-                "(classifier-free guidance, watermarks and custom classes may keep state between calls, which verifying "
-                "several positions at once would corrupt)."
+                f"the logits processor {type(processor).__name__} is not one that the loop evaluates at several positions at "
+                "once (guidance, watermarks and custom classes may keep state between calls, which that would corrupt)."
             )
     return None
 

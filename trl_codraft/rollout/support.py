@@ -26,6 +26,9 @@ UNSUPPORTED_SETTINGS = {
     "dola_layers": "DoLa contrasts layers at every step",
     "constraints": "constrained search is not sampling",
     "force_words_ids": "constrained search is not sampling",
+    "encoder_repetition_penalty": "it is not evaluated at several positions at once",
+    "encoder_no_repeat_ngram_size": "it is not evaluated at several positions at once",
+    "forced_bos_token_id": "it is not evaluated at several positions at once",
     "prefill_chunk_size": "prompts are read in one piece",
     "token_healing": "it rewrites the prompt",
     "output_scores": "per-step outputs are not kept",
@@ -33,7 +36,9 @@ UNSUPPORTED_SETTINGS = {
     "output_attentions": "per-step outputs are not kept",
     "output_hidden_states": "per-step outputs are not kept",
 }
-# What `generate` hands to decoding methods and not on to the model.
+# Those of them that change nothing at 1.
+FACTORS = ("guidance_scale", "encoder_repetition_penalty")
+# Arguments that `generate` hands to decoding methods and not on to the model.
 DECODING_ARGUMENTS = (
     "synced_gpus",
     "tokenizer",
@@ -87,7 +92,7 @@ def refused_reason(config: GenerationConfig, **arguments) -> str | None:
             "rows of different lengths. Unset it."
         )
     for name, advice in UNSUPPORTED_SETTINGS.items():
-        neutral = (None, False, 0, 1) if name == "guidance_scale" else (None, False, 0)
+        neutral = (None, False, 1) if name in FACTORS else (None, False, 0)
         if getattr(config, name) not in neutral:
             return f"`{name}={getattr(config, name)!r}`: {advice}. Unset it."
     return refused_argument(**arguments)
