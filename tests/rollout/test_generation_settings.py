@@ -1,7 +1,9 @@
 """Every setting of `GenerationConfig`, set in every way: served exactly, or left to `generate` with a reason."""
 
+import copy
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -235,6 +237,79 @@ def test_class_of_the_policy_is_its_own_in_forwards_and_afterwards():
     decoder.close()
     assert seen == {own}
     assert type(policy) is own
+
+
+BROKEN = {
+    "examine": "trl_codraft.rollout.speculative.refused_reason",
+    "loop": "trl_codraft.rollout.loop.Rollout.run",
+    "decoding": "transformers.GenerationMixin._get_stopping_criteria",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_class_of_the_policy_is_its_own_after_an_error(broken, monkeypatch):
+    policy = fresh_policy()
+    own, (ids, mask) = type(policy), ragged_prompts([5, 3])
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=2)
+    monkeypatch.setattr(broken, lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decoder.bind(policy.generate)(ids, attention_mask=mask, max_new_tokens=4)
+    decoder.close()
+    assert type(policy) is own
+
+
+def test_another_policy_of_the_class_and_a_copy_decode_as_always():
+    policy, other, copies = fresh_policy(), fresh_policy(), []
+    arguments = dict(zip(("input_ids", "attention_mask"), ragged_prompts([5, 3]), strict=True))
+    expected = other.generate(**arguments, max_new_tokens=6)
+
+    def generate(**arguments):
+        copies.append(copy.deepcopy(policy))
+        assert torch.equal(other.generate(**arguments), expected)
+        return policy.generate(**arguments)
+
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=2)
+    assert torch.equal(decoder.bind(generate)(**arguments, max_new_tokens=6), expected)
+    rounds = decoder.stats.row_forwards
+    assert type(copies[0]) is type(policy)
+    assert torch.equal(copies[0].generate(**arguments, max_new_tokens=6), expected)
+    assert decoder.stats.row_forwards == rounds > 0
+    decoder.close()
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_calls_from_another_thread_decode_as_always_and_are_not_served(decoding):
+    """Before the loop runs, and while it does."""
+    policy = fresh_policy()
+    own, arguments = type(policy), dict(zip(("input_ids", "attention_mask"), ragged_prompts([5, 3]), strict=True))
+    expected, served = policy.generate(**arguments, max_new_tokens=6), []
+    decoder = SpeculativeDecoder(policy, OracleDraft(policy), num_draft_tokens=2)
+
+    def elsewhere():
+        if not decoding:
+            served.append(policy.generate(**arguments, max_new_tokens=6))
+            assert decoder.stats.policy_forwards == 0
+        with pytest.raises(RuntimeError, match="Another thread is generating speculatively with this Llama"):
+            decoder.bind(policy.generate)(**arguments, max_new_tokens=6)
+
+    def in_a_thread(*_):
+        hook.remove()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(elsewhere).result()
+
+    def generate(**arguments):
+        if not decoding:
+            in_a_thread()
+        return policy.generate(**arguments)
+
+    hook = policy.register_forward_pre_hook(in_a_thread)
+    assert torch.equal(decoder.bind(generate)(**arguments, max_new_tokens=6), expected)
+    assert all(torch.equal(result, expected) for result in served)
+    assert len(served) == (not decoding)
+    assert decoder.stats.policy_forwards > 0
+    assert type(policy) is own
+    assert torch.equal(decoder.bind(policy.generate)(**arguments, max_new_tokens=6), expected)
+    decoder.close()
 
 
 def test_processor_that_only_generate_sees_leaves_the_call_to_it():
