@@ -240,6 +240,56 @@ def test_few():
     assert few("abc", "; ", limit=1) == "a and 2 more"
 
 
+# Key: a value that means another draft where it stands, though it is not read there.
+OF_THE_TOP = {
+    "norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True, "use_aux_norm": True,
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 5], "draft_vocab_size": 50, "target_hidden_size": 64,
+    "parallel_drafting": True, "mask_token_id": 5, "eagle_config": {"use_aux_hidden_state": False},
+    "speculators_config": {"algorithm": "peagle"}, "speculators_model_type": "peagle",
+}  # fmt: skip
+OF_THE_LAYER = {
+    "attention_bias": True, "mlp_bias": True, "bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-2, "rope_theta": 5.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}  # fmt: skip
+
+
+class TestKeysWhereNobodyReadsThem:
+    def refused(self, folder, policy, key):
+        with pytest.raises(ValueError, match=f"`{key}`"):
+            Eagle3DraftModel.from_pretrained(folder, policy=policy)
+        assert any(f"`{key}`" in message for message in problems(validate_draft(folder)))
+
+    @pytest.mark.parametrize("key", OF_THE_TOP)
+    def test_of_the_top_level_in_the_layer_section(self, tmp_path, policy, key):
+        for form, config in (("speculators", speculators_config()), ("hybrid", flat_config() | speculators_config())):
+            config["transformer_layer_config"][key] = OF_THE_TOP[key]
+            self.refused(write(tmp_path / form, config, flat_tensors("layers.0")), policy, key)
+
+    @pytest.mark.parametrize("key", OF_THE_LAYER)
+    def test_of_the_layer_section_at_the_top_level(self, tmp_path, policy, key):
+        config = speculators_config(**{key: OF_THE_LAYER[key]})
+        key = {"rope_scaling": "rope_type"}.get(key, key)
+        self.refused(write(tmp_path, config, flat_tensors("layers.0")), policy, key)
+
+    @pytest.mark.parametrize("key", [*OF_THE_TOP, *OF_THE_LAYER])
+    def test_in_the_section_of_servers(self, tmp_path, policy, key):
+        config = speculators_config()
+        config["speculators_config"][key] = (OF_THE_TOP | OF_THE_LAYER)[key]
+        self.refused(write(tmp_path, config, flat_tensors("layers.0")), policy, key)
+
+    def test_the_same_value_in_both_places_is_read(self, tmp_path, policy):
+        config = flat_config() | speculators_config() | flat_config()
+        config["transformer_layer_config"] |= {key: config[key] for key in OF_THE_TOP if key in config}
+        config["transformer_layer_config"].pop("speculators_config")
+        config |= {"hidden_act": "silu", "attention_bias": False, "rope_theta": 1e4}
+        folder = write(tmp_path, config, flat_tensors())
+        assert Eagle3DraftModel.from_pretrained(folder, policy=policy).config.tap_layers == [2, 4, 5]
+
+    def test_an_algorithm_that_is_not_eagle3(self, tmp_path, policy):
+        config = speculators_config(speculators_config={"algorithm": "dflash"})
+        self.refused(write(tmp_path, config, flat_tensors("layers.0")), policy, "algorithm")
+
+
 class TestTwoValues:
     @pytest.mark.parametrize(
         ("top", "inner"),

@@ -319,7 +319,6 @@ def refuse_foreign_config(raw: Mapping[str, Any]) -> None:
             f"The draft is a {architecture} of model type {layer.get('model_type')!r}; only the plain Llama block "
             f"({', '.join(READABLE_ARCHITECTURES)}) can be read."
         )
-    refuse_unread_keys(raw)
     section = raw.get("transformer_layer_config") or {}
     two = [key for key in MEANING_KEYS if None not in (raw.get(key), section.get(key)) and raw[key] != section[key]]
     if two:
@@ -334,6 +333,7 @@ def refuse_foreign_config(raw: Mapping[str, Any]) -> None:
             )
             + ". Keep the one the draft was trained with in both places."
         )
+    refuse_unread_keys(raw)
 
 
 def logit_scale_from_disk(raw: Mapping[str, Any]) -> float:

@@ -240,6 +240,26 @@ ROPE_READ = frozenset(
         *("truncate", "short_factor", "long_factor"),
     )
 )
+# What other places than its own must not say otherwise: read at top level, and read from the layer's section if there is one.
+# Not among these: names of classes, which configurations of models bring along, and what the tensors decide.
+OF_THE_TOP = frozenset(
+    (
+        *("draft_vocab_size", "target_hidden_size", "target_num_hidden_layers", "use_aux_norm", "eagle_config"),
+        *("transformer_layer_config", "speculators_config", "speculators_model_type"),
+        *(TAP_KEY, *NORM_FLAGS, *PARALLEL_DRAFTING_KEYS),
+    )
+)
+OF_THE_LAYER = frozenset(
+    (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+        *("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "bias"),
+    )
+)
+LAYER_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+ROPE_DEFAULTS = {"rope_type": "default", "rope_theta": 10000.0}
+# For servers, but for the algorithm.
+SPECULATORS_READ = frozenset(("default_proposal_method", "proposal_methods", "verifier"))
+SPECULATORS_NEUTRAL = {"algorithm": ((None, "eagle3"), "the draft is EAGLE-3")}
 ROPE_NEUTRAL = {
     "partial_rotary_factor": NEUTRAL["partial_rotary_factor"],
     **dict.fromkeys(
@@ -265,11 +285,45 @@ def unread_keys(raw: Mapping[str, Any]) -> Iterator[str]:
     yield from _unread(
         raw.get("eagle_config") or {}, whole, " in `eagle_config`", EAGLE_CONFIG_READ, EAGLE_CONFIG_NEUTRAL, {}
     )
+    yield from _unread(
+        raw.get("speculators_config") or {},
+        whole,
+        " in `speculators_config`",
+        SPECULATORS_READ,
+        SPECULATORS_NEUTRAL,
+        {},
+    )
+    if layer:
+        yield from _elsewhere(layer, raw, OF_THE_TOP, " in `transformer_layer_config`", "at top level")
+        yield from _elsewhere(raw, LAYER_DEFAULTS | layer, OF_THE_LAYER, "", "in `transformer_layer_config`")
+        yield from _elsewhere(
+            _rope_of(raw), ROPE_DEFAULTS | _rope_of(layer), ROPE_READ, " of RoPE", "in `transformer_layer_config`"
+        )
     for section in (raw, layer):
         for key in ("rope_parameters", "rope_scaling"):
             rope = section.get(key) or {}
             if not any(isinstance(value, Mapping) for value in rope.values()):
                 yield from _unread(rope, whole, f" in `{key}`", ROPE_READ, ROPE_NEUTRAL, {})
+
+
+def _elsewhere(
+    section: Mapping[str, Any], own: Mapping[str, Any], keys: frozenset[str], place: str, own_place: str
+) -> Iterator[str]:
+    """The sentences about keys of a section that are read from another one, which says something else."""
+    for key, value in section.items():
+        counts = own.get(key)
+        if key in keys and value is not None and value != counts and (value or counts):
+            said = "is absent" if counts is None else f"is {shown(counts)}"
+            yield f"`{key}`{place} is {shown(value)}, but it is read {own_place}, where it {said}"
+
+
+def _rope_of(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What a section says of RoPE, in one spelling."""
+    said = {"rope_theta": section.get("rope_theta")}
+    for key in ("rope_scaling", "rope_parameters"):
+        said |= section.get(key) or {}
+    said["rope_type"] = said.pop("type", None) or said.get("rope_type")
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def _unread(
