@@ -251,7 +251,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    policy_config = PolicySource.find(args.policy).load_config() if args.policy else None
+    policy_config = None if args.policy is None else PolicySource.find(args.policy).load_config()
     messages = validate_draft(resolve_folder(args.path), policy_config)
     found = problems(messages)
     for message in messages:

@@ -11,6 +11,7 @@ from tiny import tiny_policy, tiny_tokenizer
 
 from trl_codraft import cli
 from trl_codraft.cli import main
+from trl_codraft.scripts.config_file import read_config_file
 from trl_codraft.serving.model_card import SCORE_KEYS
 
 
@@ -170,6 +171,17 @@ def test_bad_yaml_ends_with_one_line(tmp_path, capsys, content, message):
     (tmp_path / "bad.yaml").write_text(content)
     assert main(["validate", "somewhere", "--config", str(tmp_path / "bad.yaml")]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "nowhere.yaml", "~/nowhere.yaml"])
+def test_a_config_file_that_is_not_there_is_named(name, capsys):
+    assert main(["validate", "draft", "--config", name]) == 1
+    assert f"There is no file {name!r} for `--config`" in capsys.readouterr().err
+
+
+def test_merged_mappings_of_yaml_are_read(tmp_path):
+    (tmp_path / "options.yaml").write_text("<<: {policy: me/policy, seed: 3}\nseed: 4\n")
+    assert read_config_file(tmp_path / "options.yaml") == {"policy": "me/policy", "seed": 4}
 
 
 def test_flags_and_unknown_options_of_yaml(tmp_path, capsys, monkeypatch):

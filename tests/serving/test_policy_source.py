@@ -153,3 +153,33 @@ def test_cards_of_a_run_and_of_its_checkpoint_work_as_printed(tmp_path, monkeypa
         torch.testing.assert_close(policy(IDS).logits, expected)
     if lora:
         assert isinstance(trainer.model, PeftModel)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_is_not_written_over_a_policy(folders, tmp_path, capsys, kind):
+    policy = tmp_path / "policy"
+    shutil.copytree(folders / kind, policy)
+    before = {file.name: file.read_bytes() for file in policy.iterdir()}
+    assert main(["export", str(folders / "draft"), str(policy), "--policy", str(folders / kind)]) == 1
+    assert "holds a policy, whose files a draft would replace" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in policy.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "adapter_config.json must hold a JSON object, not a list"),
+        ("{", "adapter_config.json is not valid JSON"),
+        ('{"base_model_name_or_path": 3}', "adapter_config.json names no base model"),
+        ('{"base_model_name_or_path": "/gone"}', "holds an adapter of the model in /gone, which is not there"),
+    ],
+)
+def test_a_damaged_adapter_is_named(folders, tmp_path, capsys, content, message):
+    (tmp_path / "adapter_config.json").write_text(content)
+    assert main(["validate", str(folders / "draft"), "--policy", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_policy_is_not_no_policy(folders, capsys):
+    assert main(["validate", str(folders / "draft"), "--policy", ""]) == 1
+    assert "holds no policy" in capsys.readouterr().err

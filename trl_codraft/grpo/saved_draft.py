@@ -119,6 +119,8 @@ def read_draft(
         and state.keys() >= {"draft_trainer", "controller"}
         and isinstance(state["draft_trainer"], dict)
         and state["draft_trainer"].keys() >= STATE_KEYS
+        and isinstance(state["controller"], dict)
+        and isinstance(state["controller"].get("acceptance"), dict)
     ):
         raise ValueError(f"{file} is not the state of a draft. {remedy}")
     return state

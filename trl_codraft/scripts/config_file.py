@@ -14,6 +14,7 @@ import yaml
 # What YAML 1.1 makes of the bare words `no`, `off`, `yes` and `on`, which are choices of some options.
 WORDS_OF_BOOLS = {False: ("no", "off", "false"), True: ("yes", "on", "true")}
 LIST_NARGS = ("+", "*")
+MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 class ConfigFileOption(argparse.Action):
@@ -31,6 +32,8 @@ class _UniqueKeysLoader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == MERGE_TAG:  # `<<`, which takes over another mapping
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
                 raise yaml.YAMLError(f"the key {key!r} stands twice, again at line {key_node.start_mark.line + 1}")
@@ -54,8 +57,11 @@ def read_config_file(name: str) -> dict[str, Any]:
         ValueError: if the file is no valid YAML, holds no mapping, or names an option twice.
         OSError: if it cannot be read.
     """
+    file = Path(name).expanduser()
+    if not str(name) or not file.is_file():
+        raise ValueError(f"There is no file {str(name)!r} for `--config`.")
     try:
-        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=_UniqueKeysLoader)
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeysLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(content, dict):

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -54,11 +55,16 @@ class PolicySource:
         found = None if _has_file(name, "config.json") else _file(name, ADAPTER_FILE)
         if found is None:
             return cls(name)
-        base = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base:
+        base = _read_object(Path(found)).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
             raise ValueError(
-                f"{name} holds an adapter whose {ADAPTER_FILE} names no base model. Write its folder or repository there as "
-                "`base_model_name_or_path`."
+                f"{name} holds an adapter whose {ADAPTER_FILE} names no base model. Write its folder or repository there "
+                "as `base_model_name_or_path`."
+            )
+        if _is_path(base) and not os.path.isdir(base):
+            raise ValueError(
+                f"{name} holds an adapter of the model in {base}, which is not there. Write its folder or repository into "
+                f"{ADAPTER_FILE} as `base_model_name_or_path`."
             )
         return cls(name, base)
 
@@ -91,6 +97,17 @@ class PolicySource:
 def _is_path(name: str) -> bool:
     """Whether a name cannot be that of a repository."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or not name
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Reads the JSON object in a file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not a {type(content).__name__}.")
+    return content
 
 
 def holds_adapter(name: str) -> bool:

@@ -168,7 +168,11 @@ def save_draft(
             Default of `vllm serve <draft>`.
         texts, check (*optional*):
             See [`write_folder`].
+
+    Raises:
+        ValueError: if the folder holds a model or an adapter that is no draft.
     """
+    refuse_to_overwrite_policy(Path(path))
     tensors = disk_tensors(draft, dtype)
     disk_config = config_to_disk(
         draft.config,
@@ -323,6 +327,20 @@ def refuse_policy_folder(folder: Path, tensors: Iterable[str]) -> None:
     """Refuses a folder that holds a policy, with its draft in a folder inside, as a run leaves them."""
     if "fc.weight" not in tensors and (folder / "draft" / CONFIG_NAME).is_file():
         raise ValueError(f"{folder} holds a policy. Its draft lies in {folder / 'draft'}: give that folder.")
+
+
+def refuse_to_overwrite_policy(folder: Path) -> None:
+    """Refuses to write a draft over the files of a policy or an adapter, which would be lost."""
+    try:
+        config = read_config(folder) if (folder / CONFIG_NAME).is_file() else {}
+    except ValueError:
+        config = {}  # damaged, such as that of an earlier draft
+    is_draft = "speculators_model_type" in config or any("Eagle" in name for name in config.get("architectures") or ())
+    if (folder / "adapter_config.json").is_file() or (config and not is_draft):
+        raise ValueError(
+            f"{folder} holds a policy, whose files a draft would replace. Write the draft into a folder of its own, such "
+            f"as {folder / 'draft'}."
+        )
 
 
 def refuse_foreign_tensors(tensors: dict[str, torch.Tensor]) -> None:
