@@ -8,7 +8,7 @@ Nothing of ours stands between this class and [`~trl.GRPOTrainer`], and the part
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -93,6 +93,12 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         ValueError: if the policy, the parallelism or the settings do not allow a draft; the message says what to set.
     """
 
+    learner: DraftLearner | None = None
+    rollouts: DraftRollouts | None = None
+    draft_checkpoints: DraftCheckpoints | None = None
+    failures: HeldFailures | None = None
+    stage_optimizer: StageOptimizer | None = None
+
     def __init__(
         self,
         model: str | PreTrainedModel | nn.Module,
@@ -129,7 +135,6 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             generation = partial(DraftVLLMGeneration, timeout=args.ddp_timeout, engine_arguments=engine_arguments)
             engine = generation_made_by(generation)
         source = draft_model or args.draft_model_name_or_path
-        self._make_parts()
         with (
             only_stage_weights(args, model, peft_config, source) as parts,
             engine,
@@ -159,16 +164,23 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             warn_about_unused_settings(args)
         self._join_group(parts)
 
-    def _make_parts(self) -> None:
-        """The parts of a run without a draft on a rank of its own, which is [`~trl.GRPOTrainer`]."""
-        self.learner: DraftLearner | None = None
-        self.rollouts: DraftRollouts | None = None
-        self.draft_checkpoints: DraftCheckpoints | None = None
-        self.failures: HeldFailures | None = None
-        self.stage_optimizer: StageOptimizer | None = None
-        self.losses: Losses = PlainLosses(self, super())
-        self.reports = ProgressReports(self)
-        self.policy_checkpoints = PolicyCheckpoints(self, super())
+    # The parts of a run without a draft, on a rank of its own, which is [`~trl.GRPOTrainer`]. They are there without
+    # `__init__` too, as tests of TRL's methods expect.
+
+    @cached_property
+    def losses(self) -> Losses:
+        """Computes losses and log-probs."""
+        return PlainLosses(self, super())
+
+    @cached_property
+    def reports(self) -> ProgressReports:
+        """Tells the other ranks how far this one has come."""
+        return ProgressReports(self)
+
+    @cached_property
+    def policy_checkpoints(self) -> PolicyCheckpoints:
+        """Writes and reads the policy and its optimizer's state."""
+        return PolicyCheckpoints(self, super())
 
     def _make_draft(self, source: str | Eagle3DraftModel | None) -> None:
         """The draft, and the parts that train it, roll out with it and save it."""

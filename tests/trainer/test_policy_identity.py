@@ -9,6 +9,9 @@ import torch
 from grpo_runs import assert_same_run, codraft_trainer, plain_trainer, policy_logs, prompt_dataset, weights
 from peft import LoraConfig
 from tiny import tiny_policy
+from trl import GRPOTrainer
+
+from trl_codraft import CoDraftGRPOTrainer
 
 
 def run(trainer):
@@ -165,3 +168,11 @@ def test_speculative_rollouts_with_replayed_completions_do_not_change_the_update
     assert drafted
     assert min(drafted) > 0
     assert_same_run(ours, plain)
+
+
+def test_methods_of_trl_run_without_a_constructor(monkeypatch):
+    # TRL's own tests call them on trainers that were made with `__new__`.
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda trainer, prompts: prompts)
+    trainer = CoDraftGRPOTrainer.__new__(CoDraftGRPOTrainer)
+    trainer.rollout_func = None
+    assert trainer._generate(["a"]) == ["a"]

@@ -117,10 +117,11 @@ class ProgressReports:
 
     def note(self, stage: str) -> None:
         """Says that this rank has reached one of `STAGES`."""
+        if self.board is None:
+            return
         if stage not in OF_THE_DRAFT:  # it learns when TRL has counted the micro-step, or in a pipeline before that
             self._micro_step = self.run._step
-        if self.board is not None:
-            self.board.note(self._micro_step, stage)
+        self.board.note(self._micro_step, stage)
 
     @contextmanager
     def explained_errors(self) -> Iterator[None]:
