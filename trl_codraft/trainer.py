@@ -7,7 +7,6 @@ Nothing of ours stands between this class and [`~trl.GRPOTrainer`], and the part
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,15 +36,13 @@ from .grpo.stage_optimizer import StageOptimizer
 from .grpo.stage_weights import StageWeights, only_stage_weights
 from .grpo.support import refuse_contradictions
 from .grpo.trl_patches import (
-    engine_arguments,
-    generation_made_by,
+    generation_with_draft,
     not_sharded_by_accelerate,
     rewards_gathered_by,
 )
 from .grpo.warnings import warn_about_settings, warn_about_unused_settings
 from .modeling.modeling_eagle3 import Eagle3DraftModel
 from .training.draft_trainer import DraftTrainer
-from .vllm.generation import DraftVLLMGeneration
 
 
 class CoDraftGRPOTrainer(GRPOTrainer):
@@ -122,22 +119,12 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = CoDraftGRPOConfig(f"{model_name.split('/')[-1]}-GRPO")
         args = CoDraftGRPOConfig.from_grpo_config(args)
-        require_same_settings(args, fresh_draft=draft_model is None and args.draft_model_name_or_path is None)
-        mesh_of(args)  # refuses a number of processes that does not fit
-        draft_model = os.fspath(draft_model) if isinstance(draft_model, os.PathLike) else draft_model
-        refuse_contradictions(args, draft_model)
+        source = self._draft_source(args, draft_model)
         if args.use_draft:
             self._tag_names = [*self._tag_names, "codraft"]
-        served_group = args.pipeline_parallel_size * args.context_parallel_size > 1 and args.vllm_mode == "server"
-        engine = nullcontext()
-        if args.use_vllm and (args.use_draft or served_group):
-            # The engine is built when the draft exists.
-            generation = partial(DraftVLLMGeneration, timeout=args.ddp_timeout, engine_arguments=engine_arguments)
-            engine = generation_made_by(generation)
-        source = draft_model or args.draft_model_name_or_path
         with (
-            only_stage_weights(args, model, peft_config, source) as parts,
-            engine,
+            only_stage_weights(args, model, peft_config, source) as stage_weights,
+            generation_with_draft(args),
             not_sharded_by_accelerate(args.context_parallel_size),
         ):
             super().__init__(
@@ -162,7 +149,16 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             self._make_draft(source)
         else:
             warn_about_unused_settings(args)
-        self._join_group(parts)
+        self._join_group(stage_weights)
+
+    @staticmethod
+    def _draft_source(args: CoDraftGRPOConfig, draft_model: Any) -> str | Eagle3DraftModel | None:
+        """Checks the settings before anything is loaded, and returns the draft to start from; `None` for a fresh one."""
+        require_same_settings(args, fresh_draft=draft_model is None and args.draft_model_name_or_path is None)
+        mesh_of(args)  # refuses a number of processes that does not fit
+        draft_model = os.fspath(draft_model) if isinstance(draft_model, os.PathLike) else draft_model
+        refuse_contradictions(args, draft_model)
+        return draft_model or args.draft_model_name_or_path
 
     # The parts of a run without a draft, on a rank of its own, which is [`~trl.GRPOTrainer`]. They are there without
     # `__init__` too, as tests of TRL's methods expect.
@@ -183,7 +179,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         return PolicyCheckpoints(self, super())
 
     def _make_draft(self, source: str | Eagle3DraftModel | None) -> None:
-        """The draft, and the parts that train it, roll out with it and save it."""
+        """Makes the draft, and the parts that train it, roll out with it and save it."""
         self.learner = DraftLearner(self, source)
         self.rollouts = DraftRollouts(self, self.learner)
         self.draft_checkpoints = DraftCheckpoints(self, self.learner, self.rollouts.decoder.controller)
@@ -191,8 +187,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         warn_about_settings(self.args, self.learner.is_fresh)
         self.add_callback(StartDraft(self._start_draft))
 
-    def _join_group(self, parts: StageWeights | None) -> None:
-        """Computes losses with other ranks from now on, where the run is to."""
+    def _join_group(self, stage_weights: StageWeights | None) -> None:
+        """Lets the run compute losses with other ranks from now on, if its settings say so."""
         pipelined = self.args.pipeline_parallel_size > 1
         if not pipelined and self.args.context_parallel_size == 1:
             return
@@ -200,7 +196,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         if not pipelined:
             self.losses = join_context_group(self, self.failures)
             return
-        self.losses = join_pipeline_group(self, super(), self.failures, parts)
+        self.losses = join_pipeline_group(self, super(), self.failures, stage_weights)
         self.stage_optimizer = StageOptimizer(self, self.losses.pipelining)
         self.policy_checkpoints = PolicyCheckpoints(self, super(), self.losses.pipelining)
 

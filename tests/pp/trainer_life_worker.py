@@ -61,7 +61,7 @@ def stopped_and_again(out, world_size, size):
     seen = {"ended": ended, "graphs": counter.counts}
     if isinstance(trainer.losses, PipelinedLosses):
         losses, forwards = trainer.losses, trainer.losses.forwards
-        kept = losses.pipelining.pipeline._loss, forwards._rows, losses._window, forwards.last_hidden
+        kept = losses.pipelining.pipeline._loss, forwards._step, losses._window, forwards.last_hidden
         seen["kept"] = [str(thing) for thing in kept if thing]
     trainable = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}

@@ -16,14 +16,14 @@ from pp.trainer_worker import run, save_policies
 from trl_codraft.group.members import Scores
 from trl_codraft.grpo import pipelined_losses, stage_optimizer
 from trl_codraft.grpo.member_passes import MemberPasses
-from trl_codraft.grpo.pipeline_microbatches import WholeRows
+from trl_codraft.grpo.pipeline_microbatches import PaddedStep
 from trl_codraft.grpo.pipelined_losses import PipelinedLosses
 from trl_codraft.pp.stages.replica import PolicyReplica
 
 
-original_inputs = WholeRows._inputs
-original_states = WholeRows.keep_states
-original_loss = PipelinedLosses._loss_of_job
+original_inputs = PaddedStep._inputs
+original_states = PaddedStep.keep_states
+original_loss = PipelinedLosses._loss_of
 original_pipeline = PipelinedLosses._step
 original_forward = PipelinedLosses._forward
 
@@ -38,15 +38,15 @@ def states_a_column_late(self, microbatch, hidden):
     return original_states(self, microbatch, hidden.roll(-1, dims=1))
 
 
-def scores_of_the_next_rows(self, jobs):
+def scores_of_the_next_rows(self, microbatches):
     return [
         Scores(values.log_probs.roll(1, dims=0), values.entropies.roll(1, dims=0), None)
-        for values in original_pipeline(self, jobs)
+        for values in original_pipeline(self, microbatches)
     ]
 
 
-def log_probs_of_the_next_rows(self, model, jobs, for_draft=False):
-    scores, batches = original_forward(self, model, jobs, for_draft)
+def log_probs_of_the_next_rows(self, model, microbatches, for_draft=False):
+    scores, batches = original_forward(self, model, microbatches, for_draft)
     return [Scores(values.log_probs.roll(1, dims=0), values.entropies, None) for values in scores], batches
 
 
@@ -55,8 +55,8 @@ def own_norm(stages, max_norm, group):
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-def last_member_only(self, jobs, rows):
-    return original_take(self, jobs, rows)[-1:]
+def last_member_only(self, microbatches, rows):
+    return original_take(self, microbatches, rows)[-1:]
 
 
 original_take = PipelinedLosses._take_taps
@@ -65,8 +65,8 @@ MUTATIONS = {
     "loss not divided": Mutation(
         "dapo",
         PipelinedLosses,
-        "_loss_of_job",
-        lambda self, job, scores: 2 * original_loss(self, job, scores),
+        "_loss_of",
+        lambda self, microbatch, scores: 2 * original_loss(self, microbatch, scores),
     ),
     "other stages' weights stay old": Mutation("dapo", PolicyReplica, "refresh", lambda self: None),
     "norm of the own stage": Mutation("tight clipping", stage_optimizer, "clip_grad_norm", own_norm),
@@ -77,8 +77,8 @@ MUTATIONS = {
         "_end_of_window",
         lambda self, last: nullcontext(),
     ),
-    "positions of added columns": Mutation("longrope", WholeRows, "_inputs", positions_of_added_columns),
-    "states a column late": Mutation("dapo", WholeRows, "keep_states", states_a_column_late),
+    "positions of added columns": Mutation("longrope", PaddedStep, "_inputs", positions_of_added_columns),
+    "states a column late": Mutation("dapo", PaddedStep, "keep_states", states_a_column_late),
     "draft learns from the last microbatch": Mutation("dapo", PipelinedLosses, "_take_taps", last_member_only),
     "gradients of one pipeline only": Mutation("two pipelines", pipelined_losses, "reduce_gradients", lambda *a: None),
     "threshold of the member": Mutation(
@@ -96,7 +96,9 @@ IN_PARTS = {
         "reference",
         PipelinedLosses,
         "_forward",
-        lambda self, model, jobs, for_draft=False: original_forward(self, self.pipelining.policy, jobs, for_draft),
+        lambda self, model, microbatches, for_draft=False: original_forward(
+            self, self.pipelining.policy, microbatches, for_draft
+        ),
     ),
     "embedding of the draft stays old": Mutation(
         "dapo", stage_optimizer, "send_embedding", lambda policy, group: None

@@ -118,7 +118,7 @@ def release(trainer):
     if pipelining.pipeline.channel is not None:
         pipelining.pipeline.channel.close()
     groups = {trainer.losses.group.members, pipelining.group, pipelining.host_group, pipelining.holders}
-    sharding = getattr(pipelining.policy.rows_of, "keywords", {}).get("sharding")
+    sharding = getattr(pipelining.policy.lay_out, "keywords", {}).get("sharding")
     for group in groups | (set() if sharding is None else {sharding.group}):
         torch.distributed.destroy_process_group(group)
 

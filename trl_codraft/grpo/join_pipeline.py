@@ -1,7 +1,8 @@
 """
-Pipeline parallelism in the trainer: what is refused, and how ranks join.
+Joins the ranks of a run into pipelines. `support.py` says which runs cannot have one.
 
-To TRL and Accelerate all ranks stay data-parallel workers; see `grpo/pipelined_losses.py` for the losses and `pp/` for the parts.
+To TRL and Accelerate all ranks stay data-parallel workers; see `grpo/pipelined_losses.py` for the losses and `pp/` for
+the stages.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from ..pp.taps.plan import TapPlan
 from .failures import HeldFailures
 from .join_context import mesh_of, require_shards
 from .member_passes import TRAVELLING_TENSORS
-from .pipeline_microbatches import ShardedRows, WholeRows
+from .pipeline_microbatches import PaddedStep, ShardedStep
 from .pipelined_losses import PipelinedLosses, Pipelining, StagedModel
 from .pretraining import longest_prompt
 from .run import Run
@@ -47,12 +48,12 @@ from .support import unsupported_in_stages
 
 logger = logging.get_logger(__name__)
 
-# Of the training set, that memory is planned for.
+# Memory is planned for the longest of so many prompts of the training set.
 PLANNED_PROMPTS = 256
 
 
 def join_pipeline_group(
-    run: Run, trl: GRPOTrainer, failures: HeldFailures, parts: StageWeights | None
+    run: Run, trl: GRPOTrainer, failures: HeldFailures, stage_weights: StageWeights | None
 ) -> PipelinedLosses:
     """
     Splits the layers of a run's policy over groups of `pipeline_parallel_size` ranks. Collective.
@@ -64,8 +65,8 @@ def join_pipeline_group(
             The same trainer without our overrides.
         failures ([`HeldFailures`]):
             Holds exceptions of this rank until the next header.
-        parts ([`~grpo.stage_weights.StageWeights`] or `None`):
-            What cut its policy down to this rank's stages; `None` if it is whole.
+        stage_weights ([`~grpo.stage_weights.StageWeights`] or `None`):
+            Cut the policy down to this rank's stages; `None` if it is whole.
 
     Returns:
         [`PipelinedLosses`]
@@ -74,6 +75,54 @@ def join_pipeline_group(
         ValueError: on all ranks, if the policy or the settings do not allow it; the message says what to set.
     """
     args, accelerator, policy = run.args, run.accelerator, base_policy(run.model)
+    _require_stages(run)
+    mesh, alone = mesh_of(args), stage_weights is not None
+    shape = _shape_of(run, stage_weights)
+    groups = mesh.new_groups(timedelta(seconds=args.ddp_timeout))
+    _announce_plan(run, shape, _bytes_of_stages(run, groups.host) if alone else None)
+    if alone:
+        align_stage_weights(policy, groups.pipeline, groups.holders, embedding=_has_embedding_copy(run))
+    else:
+        # As DDP would: one process's weights count, should they differ.
+        for tensor in [*policy.parameters(), *policy.buffers()]:
+            dist.broadcast(tensor.data, src=0)
+    dtype = _shared_dtype(run, groups)
+    channel = _open_channel(run, shape, dtype, groups.host)
+    forwards = StageForwards(run, None if channel is None else run.learner.recorder)
+    staged = _stage_model(run, policy, shape, groups, dtype, forwards, channel)
+    replica = None if alone else PolicyReplica(staged.pipeline.stages, groups.pipeline, whole=policy)
+    # Before training: it would be wrapped for data parallelism otherwise.
+    run.model = run.model_wrapped = accelerator.prepare_model(run.model, evaluation_mode=True)
+    run.model._is_accelerate_prepared = True
+    reference = None
+    if alone and run.ref_model is not None:
+        align_stage_weights(run.ref_model, groups.pipeline, groups.holders)
+        reference = _stage_model(run, run.ref_model, shape, groups, dtype, forwards)
+    pipelining = Pipelining(
+        policy=staged,
+        reference=reference,
+        forwards=forwards,
+        replica=replica,
+        stage_weights=stage_weights,
+        loss_group=LossGroup(groups.loss, dist.group.WORLD, accelerator.device, TRAVELLING_TENSORS),
+        holders=groups.holders,
+        host_group=groups.host,
+        rank_of_last=mesh.rank_of_last,
+        saves=dist.get_rank() in mesh.pipeline(0),
+        sends_embedding=alone and _embedding_moves(run, groups.host),
+    )
+    if args.pipeline_shard_optimizer and dist.get_world_size(groups.holders) == 1 and accelerator.is_main_process:
+        logger.warning("`pipeline_shard_optimizer=True` has no effect: no two ranks hold the same stage.")
+    if alone and args.use_vllm:
+        run.vllm_generation.push_by_stages(groups.pipeline if pipelining.saves else None)
+    split = args.context_parallel_size > 1
+    loss = partial(sharded_draft_loss, trunk=args.context_parallel_trunk) if split else draft_loss
+    return PipelinedLosses(run, trl, pipelining, failures, run.learner, loss)
+
+
+def _require_stages(run: Run) -> None:
+    """Refuses a policy or settings that no pipeline can run, and lets rotary embeddings follow the length."""
+    args, policy = run.args, base_policy(run.model)
     reason = unsupported_in_stages(run)
     if reason is not None:
         raise ValueError(f"`pipeline_parallel_size={args.pipeline_parallel_size}` is not possible: {reason}")
@@ -81,55 +130,26 @@ def join_pipeline_group(
     rotary_by_length(policy)
     if args.context_parallel_size > 1:
         require_shards(run)
-    layers = (
-        layers_of_stages(args, policy, None if run.learner is None else run.learner.draft)
-        if parts is None
-        else parts.layers
-    )
-    mesh, rank = mesh_of(args), dist.get_rank()
-    groups = mesh.new_groups(timedelta(seconds=args.ddp_timeout))
-    num_microbatches = args.gradient_accumulation_steps * mesh.group_size
-    shape = PipelineShape(layers, mesh.pipeline_size, num_microbatches, args.pipeline_schedule)
-    _announce_plan(run, shape, None if parts is None else _bytes_of_stages(run, groups.host))
-    if parts is None:
-        # As DDP would: one process's weights count, should they differ.
-        for tensor in [*policy.parameters(), *policy.buffers()]:
-            dist.broadcast(tensor.data, src=0)
+
+
+def _shape_of(run: Run, stage_weights: StageWeights | None) -> PipelineShape:
+    """Returns the layers of each stage, the ranks and the schedule."""
+    args, mesh = run.args, mesh_of(run.args)
+    if stage_weights is None:
+        draft = None if run.learner is None else run.learner.draft
+        layers = layers_of_stages(args, base_policy(run.model), draft)
     else:
-        align_stage_weights(policy, groups.pipeline, groups.holders, embedding=_has_embedding_copy(run))
-    dtypes = [hidden_dtype(policy, accelerator.autocast) if mesh.place_of(rank).pp == 0 else None]
+        layers = stage_weights.layers
+    num_microbatches = args.gradient_accumulation_steps * mesh.group_size
+    return PipelineShape(layers, mesh.pipeline_size, num_microbatches, args.pipeline_schedule)
+
+
+def _shared_dtype(run: Run, groups: PipelineGroups) -> torch.dtype:
+    """Dtype of the hidden states between stages, which the first one sees. Collective."""
+    is_first = dist.get_rank(groups.pipeline) == 0
+    dtypes = [hidden_dtype(base_policy(run.model), run.accelerator.autocast) if is_first else None]
     dist.broadcast_object_list(dtypes, group=groups.host, group_src=0)
-    dtype = dtypes[0]
-    channel = _open_channel(run, shape, dtype, groups.host)
-    forwards = StageForwards(run, None if channel is None else run.learner.recorder)
-    staged = _stage_model(run, policy, shape, groups, dtype, forwards, channel)
-    replica = PolicyReplica(staged.pipeline.stages, groups.pipeline, whole=policy) if parts is None else None
-    # Before training: it would be wrapped for data parallelism otherwise.
-    run.model = run.model_wrapped = accelerator.prepare_model(run.model, evaluation_mode=True)
-    run.model._is_accelerate_prepared = True
-    reference = None
-    if parts is not None and run.ref_model is not None:
-        align_stage_weights(run.ref_model, groups.pipeline, groups.holders)
-        reference = _stage_model(run, run.ref_model, shape, groups, dtype, forwards)
-    pipelining = Pipelining(
-        policy=staged,
-        reference=reference,
-        replica=replica,
-        parts=parts,
-        holders=groups.holders,
-        host_group=groups.host,
-        rank_of_last=mesh.rank_of_last,
-        saves=rank in mesh.pipeline(0),
-        sends_embedding=parts is not None and _embedding_moves(run, groups.host),
-    )
-    if args.pipeline_shard_optimizer and dist.get_world_size(groups.holders) == 1 and accelerator.is_main_process:
-        logger.warning("`pipeline_shard_optimizer=True` has no effect: no two ranks hold the same stage.")
-    if parts is not None and args.use_vllm:
-        run.vllm_generation.push_parts(groups.pipeline if pipelining.saves else None)
-    split = args.context_parallel_size > 1
-    loss = partial(sharded_draft_loss, trunk=args.context_parallel_trunk) if split else draft_loss
-    loss_group = LossGroup(groups.loss, dist.group.WORLD, accelerator.device, TRAVELLING_TENSORS)
-    return PipelinedLosses(run, trl, loss_group, pipelining, forwards, failures, run.learner, loss)
+    return dtypes[0]
 
 
 def _stage_model(
@@ -141,7 +161,7 @@ def _stage_model(
     forwards: StageForwards,
     channel: TapChannel | None = None,
 ) -> StagedModel:
-    """The pipeline of a policy, and what brings microbatches into its shape."""
+    """Builds the pipeline of a policy, and the function that brings microbatches into its shape."""
     args = run.args
     stages = [
         StageView(model, shape.layers, index, context=forwards.context)
@@ -157,12 +177,12 @@ def _stage_model(
         schedule=args.pipeline_schedule,
         channel=channel,
     )
-    rows_of = partial(WholeRows, pad_token_id=run._tokenizer.pad_token_id, rotary=rotary_by_length(model))
+    lay_out = partial(PaddedStep, pad_token_id=run._tokenizer.pad_token_id, rotary=rotary_by_length(model))
     if args.context_parallel_size > 1:
         sharding = ContextSharding(groups.context, base_policy, args.context_parallel_layout)
         shards = LossGroup(groups.context, dist.group.WORLD, run.accelerator.device, TRAVELLING_TENSORS)
-        rows_of = partial(ShardedRows, sharding=sharding, group=shards, policy=model)
-    return StagedModel(pipeline, rows_of)
+        lay_out = partial(ShardedStep, sharding=sharding, group=shards, policy=model)
+    return StagedModel(pipeline, lay_out)
 
 
 def _has_embedding_copy(run: Run) -> bool:
@@ -182,7 +202,7 @@ def _embedding_moves(run: Run, group: dist.ProcessGroup) -> bool:
 
 
 def hidden_dtype(policy: nn.Module, context: Callable[[], AbstractContextManager]) -> torch.dtype:
-    """Dtype of the hidden states between layers, seen in a forward of one token. The policy needs its first stage."""
+    """Looks at the dtype of the hidden states between layers in a forward of one token. Needs the first stage."""
     seen = []
 
     def look(module, args, kwargs):
@@ -201,7 +221,7 @@ def hidden_dtype(policy: nn.Module, context: Callable[[], AbstractContextManager
 
 
 def _open_channel(run: Run, shape: PipelineShape, dtype: torch.dtype, group: dist.ProcessGroup) -> TapChannel | None:
-    """The channel that brings taps to the draft's stage, if a draft learns from them."""
+    """Opens the channel that brings taps to the draft's stage, if a draft learns from them."""
     args = run.args
     if not _draft_learns(args):
         return None
@@ -218,14 +238,14 @@ def _open_channel(run: Run, shape: PipelineShape, dtype: torch.dtype, group: dis
 
 
 def _draft_learns(args: CoDraftGRPOConfig) -> bool:
-    """Whether a draft needs taps of the pipeline: in training steps, or where no rank has the whole policy before them."""
+    """Whether a draft needs taps of the pipeline, in training steps or in pretraining without a whole policy."""
     return args.use_draft and (args.draft_train or (args.draft_pretrain_steps > 0 and not args.holds_whole_policy))
 
 
-def _announce_plan(run: Run, shape: PipelineShape, stage_weights: list[tuple[int, int]] | None = None) -> None:
-    """Says what each rank will hold and wait; raises where that is more than a GPU has."""
+def _announce_plan(run: Run, shape: PipelineShape, stage_bytes: list[tuple[int, int]] | None = None) -> None:
+    """Logs how much each rank will hold and wait; raises if that is more than a GPU has."""
     args, policy, device = run.args, base_policy(run.model), run.accelerator.device
-    mesh, learner, whole = mesh_of(args), run.learner, stage_weights is None
+    mesh, learner, whole = mesh_of(args), run.learner, stage_bytes is None
     sharers = args.world_size if args.draft_shard_optimizer else 1
     prompt = longest_prompt(run, PLANNED_PROMPTS)
     holdings = Holdings(
@@ -235,14 +255,14 @@ def _announce_plan(run: Run, shape: PipelineShape, stage_weights: list[tuple[int
         replica=whole,
         views=True,
         reference_bytes=_bytes_of_reference(run) if whole else 0,
-        stage_weights=stage_weights,
+        stage_weights=stage_bytes,
     )
     try:
         plan = plan_memory(
             policy,
             shape,
             rows=args.per_device_train_batch_size,
-            # Those of a shard, as if every row were cut.
+            # A shard's columns, as if every row were cut.
             columns=-(-(prompt + args.max_completion_length) // args.context_parallel_size),
             tap_layers=learner.recorder.tap_layers if _draft_learns(args) else (),
             gradient_checkpointing=args.gradient_checkpointing,
@@ -257,13 +277,13 @@ def _announce_plan(run: Run, shape: PipelineShape, stage_weights: list[tuple[int
     if run.accelerator.is_main_process:
         prompts = f"prompts of {prompt}, longest of the first {PLANNED_PROMPTS}" if prompt else "prompts come on top"
         logger.warning(
-            f"Pipeline of {shape.num_ranks} ranks, layers {list(shape.layers)}, for completions of {args.max_completion_length} tokens "
-            f"({prompts}):\n{plan.table()}"
+            f"Pipeline of {shape.num_ranks} ranks, layers {list(shape.layers)}, for completions of "
+            f"{args.max_completion_length} tokens ({prompts}):\n{plan.table()}"
         )
 
 
 def _bytes_of_stages(run: Run, group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """By rank of the pipeline, the bytes of what it holds of the policy and its reference, and of what it trains."""
+    """Gathers, by rank of the pipeline, the bytes of policy and reference that it holds, and that it trains."""
     weights = sum(p.nbytes for p in run.model.parameters()) + _bytes_of_reference(run)
     own = weights, sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     by_rank = [own] * dist.get_world_size(group)
@@ -272,5 +292,5 @@ def _bytes_of_stages(run: Run, group: dist.ProcessGroup) -> list[tuple[int, int]
 
 
 def _bytes_of_reference(run: Run) -> int:
-    """Of what this rank holds of a reference policy that is a model of its own."""
+    """Counts the bytes that this rank holds of a reference policy that is a model of its own."""
     return 0 if run.ref_model is None else sum(p.nbytes for p in run.ref_model.parameters())

@@ -1,6 +1,6 @@
 """
-How the microbatches of an accumulation window go through a pipeline: whole, padded to one shape, or with context
-parallelism as shards, each rank's packed tokens padded to one length.
+Brings the microbatches of an accumulation window into the one shape of a pipeline step: whole ones are padded; with context
+parallelism each rank's packed tokens are padded to one length.
 
 Shapes: `B` rows, `P` prompt columns, `C` completion columns, `S` padded columns, `T` rows of a shard, `H` hidden size.
 """
@@ -20,8 +20,8 @@ from ..pp.pipeline import Microbatch
 from ..pp.stages.view import Shard
 
 
-class Job(NamedTuple):
-    """One microbatch of a pipeline step: one micro-step of one member, with its tensors."""
+class MemberMicrobatch(NamedTuple):
+    """The tensors of one micro-step of one member: a microbatch of a pipeline step."""
 
     member: int
     tensors: dict[str, torch.Tensor]
@@ -42,92 +42,98 @@ class Job(NamedTuple):
         return self.tensors["completion_ids"].shape
 
 
-class StepRows(Protocol):
+class StepMicrobatches(Protocol):
     """The microbatches of one pipeline step."""
 
     def inputs(self) -> list[Microbatch]:
-        """What each stage takes, all of one shape."""
+        """Returns the arguments of the stages, all of one shape."""
 
     def tap_shapes(self) -> list[tuple[int, int]] | None:
-        """Leading dimensions of each microbatch's taps; `None` if they are those of the inputs."""
+        """Returns the leading dimensions of each microbatch's taps, `None` if the inputs have the same."""
 
     def forward_of(self, microbatch: int, layers: Sequence[int]) -> AbstractContextManager[Shard | None]:
-        """What a stage's forward of a microbatch, with these layers, runs in."""
+        """Surrounds a stage's forward of a microbatch, with these layers."""
 
     def label_arguments(self, microbatch: int, labels: torch.Tensor) -> dict[str, Any]:
-        """How the policy's fused head takes the labels among `inputs`."""
+        """Returns the arguments in which the policy's fused head takes the labels of `inputs`."""
 
     def scores(self, microbatch: int, output: torch.Tensor) -> Scores:
-        """Log-probs and entropies of a whole microbatch from the last stage's output."""
+        """Reads log-probs and entropies of a whole microbatch from the last stage's output."""
 
     def keep_states(self, microbatch: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of a microbatch without what was added to bring it to one shape."""
+        """Returns the hidden states of a microbatch without the padding that was added."""
 
     def packed(self, microbatch: int) -> PackedMicrobatch | None:
-        """How a microbatch is split over ranks; `None` if it is whole."""
+        """Returns how a microbatch is split over ranks, `None` if it is whole."""
 
 
-class WholeRows:
+class PaddedStep:
     """
-    Padded rows. A [`StepRows`].
+    Pads whole microbatches. A [`StepMicrobatches`].
 
-    Positions are those of the columns that a microbatch has without the padding that is added, as in a plain run. Rotary
-    embeddings that follow the length are those of that many columns on every stage, whatever its rank ran before.
+    Positions count the columns that a microbatch has without the added padding, as in a plain run. Rotary embeddings that
+    follow the length follow that number of columns on every stage, whatever its rank ran before.
 
     Args:
-        jobs (`Sequence[Job]`):
+        microbatches (`Sequence[MemberMicrobatch]`):
             The microbatches.
         pad_token_id (`int`):
             Id of added columns.
         rotary (`Sequence[nn.Module]`):
-            What follows the length in the policy: see [`~cp.rotary.rotary_by_length`].
+            Modules of the policy that follow the length: see [`~cp.rotary.rotary_by_length`].
     """
 
-    def __init__(self, jobs: Sequence[Job], pad_token_id: int, rotary: Sequence[torch.nn.Module] = ()):
-        self.jobs, self.rotary = jobs, rotary
-        rows = [PaddedMicrobatch(job.input_ids, job.attention_mask, job.completion_shape[1]) for job in jobs]
-        self.padded = pad_microbatches(rows, pad_token_id=pad_token_id)
+    def __init__(
+        self, microbatches: Sequence[MemberMicrobatch], pad_token_id: int, rotary: Sequence[torch.nn.Module] = ()
+    ):
+        self.microbatches, self.rotary = microbatches, rotary
+        whole = [PaddedMicrobatch(own.input_ids, own.attention_mask, own.completion_shape[1]) for own in microbatches]
+        self.padded = pad_microbatches(whole, pad_token_id=pad_token_id)
 
     def inputs(self) -> list[Microbatch]:
-        return [self._inputs(number) for number in range(len(self.jobs))]
+        return [self._inputs(number) for number in range(len(self.microbatches))]
 
     def _inputs(self, number: int) -> Microbatch:
-        rows, job = self.padded[number], self.jobs[number]
-        columns = torch.arange(rows.input_ids.shape[1], device=rows.input_ids.device)
-        positions = (columns - self._added_left(number)).clamp(0, job.attention_mask.shape[1] - 1)
-        labels = rows.input_ids.masked_fill(rows.attention_mask == 0, IGNORED)
-        labels[:, : -rows.completion_length] = IGNORED
+        padded, own = self.padded[number], self.microbatches[number]
+        columns = torch.arange(padded.input_ids.shape[1], device=padded.input_ids.device)
+        positions = (columns - self._added_left(number)).clamp(0, own.attention_mask.shape[1] - 1)
+        labels = padded.input_ids.masked_fill(padded.attention_mask == 0, IGNORED)
+        labels[:, : -padded.completion_length] = IGNORED
         return {
-            "input_ids": rows.input_ids,
-            "attention_mask": rows.attention_mask,
-            "position_ids": positions.expand_as(rows.input_ids),
+            "input_ids": padded.input_ids,
+            "attention_mask": padded.attention_mask,
+            "position_ids": positions.expand_as(padded.input_ids),
             "labels": labels,
         }
 
     def _added_left(self, number: int) -> int:
         """Columns that were added before the prompt."""
-        rows = self.padded[number]
-        return rows.input_ids.shape[1] - rows.completion_length - self.jobs[number].tensors["prompt_ids"].shape[1]
+        padded = self.padded[number]
+        return (
+            padded.input_ids.shape[1]
+            - padded.completion_length
+            - self.microbatches[number].tensors["prompt_ids"].shape[1]
+        )
 
     def tap_shapes(self) -> None:
         return None
 
     @contextmanager
     def forward_of(self, microbatch: int, layers: Sequence[int]) -> Iterator[None]:
-        with decided_by_length(self.rotary, self.jobs[microbatch].attention_mask.shape[1]):
+        with decided_by_length(self.rotary, self.microbatches[microbatch].attention_mask.shape[1]):
             yield None
 
     def label_arguments(self, microbatch: int, labels: torch.Tensor) -> dict[str, Any]:
         return {"labels": labels}
 
     def scores(self, microbatch: int, output: torch.Tensor) -> Scores:
-        num_rows, num_columns = self.jobs[microbatch].completion_shape
+        num_rows, num_columns = self.microbatches[microbatch].completion_shape
         # Log-probs of column `i + 1` lie at `i`; the completions are the last columns either way.
         own = output[:num_rows, -self.padded[microbatch].completion_length :][:, :num_columns]
         return Scores(own[..., 0], own[..., 1], None)
 
     def keep_states(self, microbatch: int, hidden: torch.Tensor) -> torch.Tensor:
-        num_rows, num_columns = self.jobs[microbatch].attention_mask.shape
+        num_rows, num_columns = self.microbatches[microbatch].attention_mask.shape
         first = self._added_left(microbatch)
         return hidden[:num_rows, first : first + num_columns]
 
@@ -135,12 +141,12 @@ class WholeRows:
         return None
 
 
-class ShardedRows:
+class ShardedStep:
     """
-    This rank's shards. A [`StepRows`].
+    Splits microbatches over ranks and pads this rank's shards. A [`StepMicrobatches`].
 
     Args:
-        jobs (`Sequence[Job]`):
+        microbatches (`Sequence[MemberMicrobatch]`):
             The microbatches.
         sharding ([`~cp.sharding.ContextSharding`]):
             How each is split over the ranks that run the same stage.
@@ -150,9 +156,17 @@ class ShardedRows:
             The policy.
     """
 
-    def __init__(self, jobs: Sequence[Job], sharding: ContextSharding, group: LossGroup, policy: torch.nn.Module):
-        self.jobs, self.sharding, self.group, self.policy = jobs, sharding, group, policy
-        self.packs = [sharding.pack(job.input_ids, job.attention_mask, job.completion_shape[1]) for job in jobs]
+    def __init__(
+        self,
+        microbatches: Sequence[MemberMicrobatch],
+        sharding: ContextSharding,
+        group: LossGroup,
+        policy: torch.nn.Module,
+    ):
+        self.microbatches, self.sharding, self.group, self.policy = microbatches, sharding, group, policy
+        self.packs = [
+            sharding.pack(own.input_ids, own.attention_mask, own.completion_shape[1]) for own in microbatches
+        ]
         longest = max(pack.layout.num_rows for pack in self.packs)
         self.num_columns = -(-longest // BUCKET) * BUCKET
 
@@ -179,7 +193,7 @@ class ShardedRows:
 
     @contextmanager
     def forward_of(self, microbatch: int, layers: Sequence[int]) -> Iterator[Shard]:
-        layout, columns = self.packs[microbatch].layout, self.jobs[microbatch].attention_mask.shape[1]
+        layout, columns = self.packs[microbatch].layout, self.microbatches[microbatch].attention_mask.shape[1]
         with self.sharding.route(self.policy).forward_on(layout, columns, layers) as arguments:
             yield Shard(layout.num_rows, arguments)
 
@@ -190,7 +204,9 @@ class ShardedRows:
         pack = self.packs[microbatch]
         own = pack.layout.shard(pack.labels, offset=1, fill=IGNORED) != IGNORED
         values = output[0, : pack.layout.num_rows][own].T
-        full = self.group.gather_shards(values, pack.positions(), tuple(self.jobs[microbatch].completion_shape))
+        full = self.group.gather_shards(
+            values, pack.positions(), tuple(self.microbatches[microbatch].completion_shape)
+        )
         return Scores(full[0], full[1], None)
 
     def keep_states(self, microbatch: int, hidden: torch.Tensor) -> torch.Tensor:

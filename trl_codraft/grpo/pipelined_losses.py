@@ -30,7 +30,7 @@ from ..pp.stages.replica import PolicyReplica
 from ..pp.stages.view import StageView
 from .failures import HeldFailures
 from .member_passes import MemberPasses
-from .pipeline_microbatches import Job, StepRows
+from .pipeline_microbatches import MemberMicrobatch, StepMicrobatches
 from .run import Batch, Learner, Run
 from .stage_forwards import StageForwards
 from .stage_weights import StageWeights
@@ -38,32 +38,36 @@ from .stage_weights import StageWeights
 
 class StagedModel(NamedTuple):
     """
-    A policy whose layers are split over a pipeline.
+    Holds a policy whose layers are split over a pipeline.
 
     Args:
         pipeline ([`~pp.pipeline.Pipeline`]):
-            This rank's share of it.
-        rows_of (`Callable`):
-            Brings microbatches into the shape of a pipeline step.
+            This rank's stages of it.
+        lay_out (`Callable`):
+            Brings microbatches into the one shape of a pipeline step.
     """
 
     pipeline: Pipeline
-    rows_of: Callable[[Sequence[Job]], StepRows]
+    lay_out: Callable[[Sequence[MemberMicrobatch]], StepMicrobatches]
 
 
 class Pipelining(NamedTuple):
     """
-    A trainer's pipeline.
+    Describes a trainer's pipeline.
 
     Args:
         policy ([`StagedModel`]):
             The policy that is trained.
         reference ([`StagedModel`] or `None`):
             The reference policy, if it is a model of its own and no rank has the whole of it.
+        forwards ([`StageForwards`]):
+            Runs the forwards of this rank's stages.
         replica ([`~pp.stages.replica.PolicyReplica`] or `None`):
             The whole policy, of which the stages are views.
-        parts ([`~grpo.stage_weights.StageWeights`] or `None`):
-            In its place, what cut the policy down to this rank's stages.
+        stage_weights ([`~grpo.stage_weights.StageWeights`] or `None`):
+            Cuts a policy down to this rank's stages, if no rank has the whole of it.
+        loss_group ([`~group.exchange.LossGroup`]):
+            The ranks of the pipeline, made with the names `TRAVELLING_TENSORS`.
         holders (`ProcessGroup`):
             The ranks of the run that hold the same stages.
         host_group (`ProcessGroup`):
@@ -78,8 +82,10 @@ class Pipelining(NamedTuple):
 
     policy: StagedModel
     reference: StagedModel | None
+    forwards: StageForwards
     replica: PolicyReplica | None
-    parts: StageWeights | None
+    stage_weights: StageWeights | None
+    loss_group: LossGroup
     holders: dist.ProcessGroup
     host_group: dist.ProcessGroup
     rank_of_last: int
@@ -108,12 +114,8 @@ class PipelinedLosses:
             The trainer.
         trl (`GRPOTrainer`):
             The same trainer without our overrides.
-        group ([`~group.exchange.LossGroup`]):
-            The ranks of the pipeline, made with the names `TRAVELLING_TENSORS`.
         pipelining ([`Pipelining`]):
             The pipeline.
-        forwards ([`StageForwards`]):
-            Runs the forwards of its stages.
         failures ([`HeldFailures`]):
             Holds exceptions of this rank until the next header.
         learner ([`~run.Learner`], *optional*):
@@ -126,17 +128,15 @@ class PipelinedLosses:
         self,
         run: Run,
         trl: GRPOTrainer,
-        group: LossGroup,
         pipelining: Pipelining,
-        forwards: StageForwards,
         failures: HeldFailures,
         learner: Learner | None = None,
         draft_loss: Callable = draft_loss,
     ):
-        self.run, self.trl, self.group, self.pipelining, self.forwards = run, trl, group, pipelining, forwards
-        self.learner, self.draft_loss = learner, draft_loss
+        self.run, self.trl, self.pipelining, self.learner, self.draft_loss = run, trl, pipelining, learner, draft_loss
+        self.group, self.forwards = pipelining.loss_group, pipelining.forwards
         # Shards are planned from the masks that travel, by all ranks alike: headers announce none.
-        self.passes = MemberPasses(run, group, failures)
+        self.passes = MemberPasses(run, self.group, failures)
         self.announce_rollout = self.passes.announce_rollout
         # Micro-steps that were put aside.
         self._window: list[dict[str, Any]] = []
@@ -144,12 +144,12 @@ class PipelinedLosses:
     @property
     def rank_of_head(self) -> int:
         """See [`~run.Losses`]. The first rank, unless ranks have their stages alone."""
-        return 0 if self.pipelining.parts is None else self.pipelining.rank_of_last
+        return 0 if self.pipelining.stage_weights is None else self.pipelining.rank_of_last
 
     @property
     def has_head(self) -> bool:
         """See [`~run.Losses`]."""
-        return self.pipelining.parts is None or self.pipelining.pipeline.has_last
+        return self.pipelining.stage_weights is None or self.pipelining.pipeline.has_last
 
     def start_run(self) -> None:
         """See [`~run.Losses`]. An error or a stop in the middle of a window leaves micro-steps behind."""
@@ -169,50 +169,54 @@ class PipelinedLosses:
 
     def _run_window(self, window: list[dict[str, Any]]) -> torch.Tensor:
         """Forward, backward and metrics of an accumulation window; the sum of the losses of this rank's own rows."""
-        jobs = []
+        microbatches = []
         for inputs in window:
             headers = self.passes.announce(Phase.LOSS, inputs, inputs["completion_ids"].shape[1])
-            jobs += self._jobs(headers, inputs)
-        scores = self._step(jobs)
+            microbatches += self._microbatches(headers, inputs)
+        scores = self._step(microbatches)
         reduce_gradients(self.pipelining.stages, self.pipelining.group, self.pipelining.holders)
         losses = []
-        own = [values for job, values in zip(jobs, scores, strict=True) if job.member == self.group.rank]
+        own = [
+            values
+            for microbatch, values in zip(microbatches, scores, strict=True)
+            if microbatch.member == self.group.rank
+        ]
         for number, (inputs, values) in enumerate(zip(window, own, strict=True)):
             with self._end_of_window(number == len(window) - 1), self.passes.metric_pass(inputs, values):
                 losses.append(self.run._compute_loss(self.run.model, inputs))
         return torch.stack(losses).sum()
 
-    def _jobs(self, headers: Sequence[Header], inputs: dict[str, torch.Tensor]) -> list[Job]:
+    def _microbatches(self, headers: Sequence[Header], inputs: dict[str, torch.Tensor]) -> list[MemberMicrobatch]:
         """Sends each member's rows to all ranks of the pipeline."""
         return [
-            Job(member, self.group.send_rows(inputs, header, member))
+            MemberMicrobatch(member, self.group.send_rows(inputs, header, member))
             for member, header in enumerate(headers)
             if header.rows
         ]
 
-    def _step(self, jobs: list[Job]) -> list[Scores]:
+    def _step(self, microbatches: list[MemberMicrobatch]) -> list[Scores]:
         """Runs one step of the schedule; the scores of each microbatch, without graph, on every rank."""
         pipeline, learns = self.pipelining.pipeline, self.run.args.draft_train
-        with self.forwards.running(self.pipelining.policy.rows_of(jobs), for_draft=learns) as rows:
-            kept = self._empty_scores(jobs)
+        with self.forwards.running(self.pipelining.policy.lay_out(microbatches), for_draft=learns) as step:
+            kept = self._empty_scores(microbatches)
 
             def loss(number: int, output: torch.Tensor) -> torch.Tensor:
-                scores = rows.scores(number, output)
+                scores = step.scores(number, output)
                 kept[number].copy_(torch.stack([scores.log_probs, scores.entropies]).detach())
-                return self._loss_of_job(jobs[number], scores)
+                return self._loss_of(microbatches[number], scores)
 
-            pipeline.step(rows.inputs(), loss, rows.tap_shapes(), with_taps=learns)
-            batches = self._take_taps(jobs, rows)
+            pipeline.step(step.inputs(), loss, step.tap_shapes(), with_taps=learns)
+            batches = self._take_taps(microbatches, step)
         if learns and pipeline.channel is not None:
             # Before anything that waits for earlier stages, which still run backwards.
             self.learner.keep(batches)
             self.learner.learn_from_kept()
         return self._share_scores(kept)
 
-    def _loss_of_job(self, job: Job, scores: Scores) -> torch.Tensor:
+    def _loss_of(self, microbatch: MemberMicrobatch, scores: Scores) -> torch.Tensor:
         """One member's loss of one micro-step, with TRL's code and the graph of the last stage."""
-        with self.passes.gradient_pass(job.tensors, lambda *rows, **settings: scores):
-            loss = self.run._compute_loss(self.run.model, job.tensors)
+        with self.passes.gradient_pass(microbatch.tensors, lambda *rows, **settings: scores):
+            loss = self.run._compute_loss(self.run.model, microbatch.tensors)
         # The mean over the ranks that hold a stage is then that of the plain run: see `pp/stages/gradients.py`.
         return loss / self.pipelining.pipeline.num_ranks
 
@@ -247,7 +251,7 @@ class PipelinedLosses:
         # Where the policy is whole, headers are not needed to compute, but with them a failure of one rank reaches the
         # others.
         headers = self.passes.announce(phase, rows, logits_to_keep, chunk_rows=batch_size or 0)
-        if self.pipelining.parts is not None:
+        if self.pipelining.stage_weights is not None:
             of_reference = model is self.run.ref_model and model is not None
             staged = self.pipelining.reference if of_reference else self.pipelining.policy
             return self._score_in_pipeline(staged, rows, headers)
@@ -258,7 +262,7 @@ class PipelinedLosses:
         self, model: StagedModel, rows: dict[str, torch.Tensor], headers: Sequence[Header]
     ) -> Scores:
         """Runs the rows of all ranks through the pipeline; log-probs and entropies of this rank's own."""
-        jobs = []
+        microbatches = []
         for member, header in enumerate(headers):
             if header.rows:
                 theirs = self.group.send_rows(rows, header, member)
@@ -274,9 +278,13 @@ class PipelinedLosses:
                 chunk_rows = header.chunk_rows or header.rows
                 for start in range(0, header.rows, chunk_rows):
                     chunk = {name: tensor[start : start + chunk_rows] for name, tensor in whole.items()}
-                    jobs.append(Job(member, chunk))
-        scores, _ = self._forward(model, jobs)
-        own = [values for job, values in zip(jobs, scores, strict=True) if job.member == self.group.rank]
+                    microbatches.append(MemberMicrobatch(member, chunk))
+        scores, _ = self._forward(model, microbatches)
+        own = [
+            values
+            for microbatch, values in zip(microbatches, scores, strict=True)
+            if microbatch.member == self.group.rank
+        ]
         log_probs, entropies, _ = zip(*own, strict=True)
         return Scores(torch.cat(log_probs), torch.cat(entropies), None)
 
@@ -293,41 +301,43 @@ class PipelinedLosses:
             `list`: on its last stage, a batch that the draft learns from for each member; empty elsewhere.
         """
         headers = self.passes.announce(Phase.LOG_PROBS, rows, rows["completion_ids"].shape[1])
-        return self._forward(self.pipelining.policy, self._jobs(headers, rows), for_draft=True)[1]
+        return self._forward(self.pipelining.policy, self._microbatches(headers, rows), for_draft=True)[1]
 
     def _forward(
-        self, model: StagedModel, jobs: list[Job], for_draft: bool = False
+        self, model: StagedModel, microbatches: list[MemberMicrobatch], for_draft: bool = False
     ) -> tuple[list[Scores], list[Batch]]:
         """Runs forwards alone: scores of these microbatches, and what the draft learns from them if it does."""
-        with self.forwards.running(model.rows_of(jobs), for_draft) as rows:
-            kept = self._empty_scores(jobs)
+        with self.forwards.running(model.lay_out(microbatches), for_draft) as step:
+            kept = self._empty_scores(microbatches)
             with torch.no_grad():
-                outputs = model.pipeline.forward(rows.inputs(), rows.tap_shapes(), with_taps=for_draft)
+                outputs = model.pipeline.forward(step.inputs(), step.tap_shapes(), with_taps=for_draft)
                 for number, output in enumerate(outputs):
-                    scores = rows.scores(number, output)
+                    scores = step.scores(number, output)
                     kept[number].copy_(torch.stack([scores.log_probs, scores.entropies]))
-            batches = self._take_taps(jobs, rows)
+            batches = self._take_taps(microbatches, step)
         return self._share_scores(kept), batches
 
-    def _take_taps(self, jobs: list[Job], rows: StepRows) -> list[Batch]:
+    def _take_taps(self, microbatches: list[MemberMicrobatch], step: StepMicrobatches) -> list[Batch]:
         """Packs what the draft learns, on the last stage, after a step whose taps were sent."""
         pipeline, last_hidden = self.pipelining.pipeline, self.forwards.last_hidden
         if last_hidden is None or not pipeline.has_last:
             return []
         batches = []
-        for number, job in enumerate(jobs):
+        for number, microbatch in enumerate(microbatches):
             # Hidden states that have been packed are let go of.
             states = [*pipeline.channel.take(number), last_hidden.pop(0)]
-            *taps, last = (rows.keep_states(number, state) for state in states)
-            batches.append(self.learner.pack(job.tensors, taps, last, rows.packed(number)))
+            *taps, last = (step.keep_states(number, state) for state in states)
+            batches.append(self.learner.pack(microbatch.tensors, taps, last, step.packed(number)))
         return batches
 
-    def _empty_scores(self, jobs: list[Job]) -> list[torch.Tensor]:
+    def _empty_scores(self, microbatches: list[MemberMicrobatch]) -> list[torch.Tensor]:
         """Room for log-probs and entropies of each microbatch. They are small: everyone gets all of them."""
         # TRL's are in float32; a policy in float64 has more than that, which is kept.
         dtype = torch.promote_types(torch.float32, base_policy(self.run.model).dtype)
         device = self.run.accelerator.device
-        return [torch.zeros(2, *job.completion_shape, dtype=dtype, device=device) for job in jobs]
+        return [
+            torch.zeros(2, *microbatch.completion_shape, dtype=dtype, device=device) for microbatch in microbatches
+        ]
 
     def _share_scores(self, kept: list[torch.Tensor]) -> list[Scores]:
         """Sends the last stage's scores to every rank."""

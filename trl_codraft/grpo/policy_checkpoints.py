@@ -49,13 +49,13 @@ class PolicyCheckpoints:
         self.run, self.trl, self.pipelining = run, trl, pipelining
 
     @property
-    def _in_parts(self) -> bool:
-        return self.pipelining is not None and self.pipelining.parts is not None
+    def _by_stages(self) -> bool:
+        return self.pipelining is not None and self.pipelining.stage_weights is not None
 
     # The policy
 
     def save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if not self._in_parts:
+        if not self._by_stages:
             self.trl._save(output_dir, state_dict)
             return
         output_dir = self.run.args.output_dir if output_dir is None else output_dir
@@ -105,14 +105,14 @@ class PolicyCheckpoints:
         """
         if is_peft_model(self.run.model) or self.run.is_fsdp_enabled or self.run.is_deepspeed_enabled:
             return False
-        return self._in_parts or bool(_names_on_disk(Path(folder)) - base_policy(self.run.model).state_dict().keys())
+        return self._by_stages or bool(_names_on_disk(Path(folder)) - base_policy(self.run.model).state_dict().keys())
 
     def _read_policy(self, folder: str) -> None:
         policy = base_policy(self.run.model)
         dtypes = {parameter.dtype for parameter in policy.parameters()}
         # Of several, one that all of them fit into.
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        keep = self.pipelining.parts.cut if self._in_parts else lambda whole: []
+        keep = self.pipelining.stage_weights.cut if self._by_stages else lambda whole: []
         saved = load_stage_weights(type(policy), folder, keep, dtype=dtype)
         # With the buffers that checkpoints hold, such as those that balance experts.
         theirs = saved.state_dict()

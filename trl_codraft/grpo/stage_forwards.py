@@ -1,5 +1,5 @@
 """
-The forwards of a pipeline's stages while one of its steps runs: where they run, and what the last one returns.
+Runs the forwards of a pipeline's stages during one of its steps, and scores tokens on the last one.
 
 Shapes: `B` rows, `S` columns, `H` hidden size.
 """
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..modeling.taps import TapRecorder
 from ..pp.stages.view import Shard, StageView
-from .pipeline_microbatches import StepRows
+from .pipeline_microbatches import StepMicrobatches
 from .run import Run
 
 
@@ -36,29 +36,29 @@ class StageForwards:
     def __init__(self, run: Run, recorder: TapRecorder | None = None):
         self.run, self.recorder = run, recorder
         self.last_hidden: list[torch.Tensor] | None = None
-        self._rows: StepRows | None = None
+        self._step: StepMicrobatches | None = None
 
     @contextmanager
-    def running(self, rows: StepRows, for_draft: bool) -> Iterator[StepRows]:
+    def running(self, step: StepMicrobatches, for_draft: bool) -> Iterator[StepMicrobatches]:
         """Within it, stages run the forwards of these microbatches."""
         records = for_draft and self.recorder is not None
-        self._rows, self.last_hidden = rows, [] if records else None
+        self._step, self.last_hidden = step, [] if records else None
         try:
-            yield rows
+            yield step
         finally:
-            self._rows, self.last_hidden = None, None
+            self._step, self.last_hidden = None, None
 
     @contextmanager
     def context(self, microbatch: int | None, layers: Sequence[int]) -> Iterator[Shard | None]:
         """Surrounds a stage's forward: a [`~pp.stages.view.StageContext`]."""
-        with self.run.accelerator.autocast(), self._rows.forward_of(microbatch, layers) as shard:
+        with self.run.accelerator.autocast(), self._step.forward_of(microbatch, layers) as shard:
             yield shard
 
     def score(
         self, stage: StageView, policy: nn.Module, arguments: dict[str, Any], extras: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """Runs the last stage's forward, and returns log-probs and entropies `(B, columns, 2)`."""
-        arguments |= {"fused_lm_head": True, **self._rows.label_arguments(stage.microbatch, extras["labels"])}
+        arguments |= {"fused_lm_head": True, **self._step.label_arguments(stage.microbatch, extras["labels"])}
         if self.last_hidden is None:
             outputs = policy(**arguments)
         else:

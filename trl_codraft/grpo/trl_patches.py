@@ -1,5 +1,5 @@
 """
-Every change to a global of TRL, or of the process's environment, that a run makes: each holds within one `with` only.
+Makes every change of a run to a global of TRL or of the process's environment. Each holds within one `with` only.
 
 `GRPOTrainer.__init__` builds what it needs from names of its module and has no argument for them, so those names are
 replaced while it runs. `tests/trainer/test_trl_patches.py` checks that the installed TRL still reads them there.
@@ -7,14 +7,16 @@ replaced while it runs. `tests/trainer/test_trl_patches.py` checks that the inst
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
+from ..config import CoDraftGRPOConfig
 from ..group.members import attributes_set
+from ..vllm.generation import DraftVLLMGeneration
 
 
 # Modules of TRL, and the names in them that are replaced.
@@ -31,6 +33,17 @@ create_model_from_path = grpo_trainer.create_model_from_path
 def generation_made_by(make: Callable) -> AbstractContextManager[None]:
     """Within it, `GRPOTrainer.__init__` calls this for its generation with vLLM, in place of `VLLMGeneration`."""
     return attributes_set(grpo_trainer, VLLMGeneration=make)
+
+
+def generation_with_draft(args: CoDraftGRPOConfig) -> AbstractContextManager[None]:
+    """Within it, `GRPOTrainer.__init__` prepares vLLM for a draft, or for a policy that ranks of a group push together."""
+    served_group = args.pipeline_parallel_size * args.context_parallel_size > 1 and args.vllm_mode == "server"
+    if not args.use_vllm or not (args.use_draft or served_group):
+        return nullcontext()
+    # The engine itself is built when the draft exists.
+    return generation_made_by(
+        partial(DraftVLLMGeneration, timeout=args.ddp_timeout, engine_arguments=engine_arguments)
+    )
 
 
 def models_loaded_by(load: Callable) -> AbstractContextManager[None]:

@@ -129,7 +129,7 @@ class DraftVLLMGeneration(VLLMGeneration):
     _pushes_draft = False
     _counted = SpeculativeStats()
     # Where each rank has a part of the policy: whether it is so, and the ranks of the pipeline that pushes it.
-    _in_parts = False
+    _by_stages = False
     _pushing: dist.ProcessGroup | None = None
     _stream: WholeStream | None = None
     _pass: Iterator[tuple[str, torch.Tensor]] | None = None  # the last one over the policy
@@ -178,7 +178,7 @@ class DraftVLLMGeneration(VLLMGeneration):
         if draft is not None:
             self._counted = self._read_counters()
 
-    def push_parts(self, group: dist.ProcessGroup | None) -> None:
+    def push_by_stages(self, group: dist.ProcessGroup | None) -> None:
         """
         Pushes a policy from now on that no rank has whole, tensor by tensor through the main process.
 
@@ -186,20 +186,20 @@ class DraftVLLMGeneration(VLLMGeneration):
             group (`ProcessGroup` or `None`):
                 The ranks of the pipeline that the main process belongs to; `None` on ranks of others.
         """
-        self._in_parts, self._pushing = True, group
+        self._by_stages, self._pushing = True, group
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._in_parts and self._stream is None:
+        if self._by_stages and self._stream is None:
             self._merge_and_unmerge()
             return iter(())
         self._pass = super()._iter_named_params()
         return self._pass if self._stream is None else self._stream.stream(self._pass)
 
-    def _describe_parts(self) -> None:
+    def _describe_stages(self) -> None:
         """What TRL would iterate over the policy for: the tensors of a push, known before the first one is sent."""
         if self._stream is not None:
             self._stream.begin()
-        elif self._in_parts and self._weight_metadata is None:
+        elif self._by_stages and self._weight_metadata is None:
             self._weight_metadata = []
             if self._pushing is not None:
                 own = super()._iter_named_params()
@@ -225,7 +225,7 @@ class DraftVLLMGeneration(VLLMGeneration):
         Raises:
             ServerFailure: on all ranks, if the server does not take them.
         """
-        self._describe_parts()
+        self._describe_stages()
         reshard(self.model)
         if self.mode == "server":
             self._sync_with_server()
