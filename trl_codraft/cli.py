@@ -1,10 +1,10 @@
 """
 The command line: `trl-codraft grpo | export | validate | score | push`.
 
-`grpo` takes the arguments of the GRPO script, through `TrlParser`; the others have few of their own. All read `--config
-FILE.yaml`, whose options those of the command line replace. Mistakes of the user end with one line on stderr and exit
-status 1; `--traceback` shows where they were noticed. Once `grpo` trains, an error may be anything, so it keeps its
-traceback.
+`grpo` takes the arguments of the GRPO script, through `TrlParser`; the others have few of their own. All read
+`--config FILE.yaml`, whose options those of the command line replace. Mistakes of the user end with one line on stderr
+and exit status 1; `--traceback` shows where they were noticed. Once `grpo` trains, an error may be anything, so it
+keeps its traceback.
 """
 
 import argparse
@@ -95,8 +95,8 @@ def _apply_config(command: argparse.ArgumentParser, name: str, line: Mapping[str
     for key, value in read_config_file(name).items():
         if key not in settable:
             raise ValueError(
-                f"{name}: `{key}` is no option of `{command.prog}`, whose options are {', '.join(settable)}. Remove it, or "
-                "write arguments without `--` on the command line."
+                f"{name}: `{key}` is no option of `{command.prog}`, whose options are {', '.join(settable)}. Remove "
+                "it, or write arguments without `--` on the command line."
             )
         if value is not None:
             found[key] = option_value(options[key], value, text_only=True)
@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-codraft",
         description="Train, check, score and publish EAGLE-3 drafts.",
-        epilog="`trl-codraft COMMAND --help` lists the options of a command. All take `--traceback`, which shows where an "
-        "error comes from.",
+        epilog="`trl-codraft COMMAND --help` lists the options of a command. All take `--traceback`, which shows "
+        "where an error comes from.",
     )
     parser.add_argument(TRACEBACK, action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

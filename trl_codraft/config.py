@@ -130,9 +130,9 @@ class CoDraftGRPOConfig(GRPOConfig):
             Whether all ranks share the state of the draft's AdamW (ZeRO, stage 1), each that of an equal part of the
             weights. Checkpoints do not depend on it.
         draft_save_optimizer (`bool`, *optional*, defaults to `True`):
-            Whether checkpoints hold the moments of the draft's AdamW, 8 bytes per weight. Without, they are a good deal
-            smaller, and a resumed draft goes on with fresh moments: its weights in fp32, vocabulary, schedule, and the
-            measurements behind `num_draft_tokens="auto"` are saved all the same.
+            Whether checkpoints hold the moments of the draft's AdamW, 8 bytes per weight. Without, they are a good
+            deal smaller, and a resumed draft goes on with fresh moments: its weights in fp32, vocabulary, schedule,
+            and the measurements behind `num_draft_tokens="auto"` are saved all the same.
         draft_loss_chunk_size (`int`, *optional*, defaults to `128`):
             Rows per chunk of the draft loss. Bounds the memory of teacher and student logits; on a GPU with room to
             spare, 1024 keeps its matmuls busier.
@@ -151,9 +151,9 @@ class CoDraftGRPOConfig(GRPOConfig):
             and measured time. Both sample from the policy's exact distribution; `"auto"` is not reproducible sample
             by sample. vLLM drafts a fixed number: `"auto"` means 3 there. At most 16.
         rollout_cuda_graphs (`bool`, *optional*, defaults to `False`):
-            Whether rollouts launch the forwards behind the prompt as CUDA graphs, in padded shapes: for policies so small
-            that launching their kernels takes longer than running them. Caches are then allocated for the longest
-            completion at once. Not with FSDP or DeepSpeed ZeRO-3.
+            Whether rollouts launch the forwards behind the prompt as CUDA graphs, in padded shapes: for policies so
+            small that launching their kernels takes longer than running them. Caches are then allocated for the
+            longest completion at once. Not with FSDP or DeepSpeed ZeRO-3.
         draft_vllm_server_sync (`str`, *optional*, defaults to `"push"`):
             What happens to the draft of a vLLM server (`vllm_mode="server"`) when the policy is pushed to it: `"push"`
             refreshes it too, and raises if the server has no way to; `"static"` leaves the draft that the server was
@@ -166,8 +166,8 @@ class CoDraftGRPOConfig(GRPOConfig):
             losses and metrics stay those of plain data parallelism. The `cp_size` of an Accelerate
             `ParallelismConfig` is taken for it.
         context_parallel_layout (`str`, *optional*, defaults to `"hybrid"`):
-            How rows are split. `"document"`: every row over all ranks. `"hybrid"`: long rows over all ranks, short ones
-            whole on one.
+            How rows are split. `"document"`: every row over all ranks. `"hybrid"`: long rows over all ranks, short
+            ones whole on one.
         context_parallel_trunk (`str`, *optional*, defaults to `"ring"`):
             How the keys and values of the draft's first pass reach its later ones: `"ring"`, they travel in every
             pass, or `"gather_once"`, they travel once and are held.
@@ -180,14 +180,15 @@ class CoDraftGRPOConfig(GRPOConfig):
         pipeline_schedule (`str`, *optional*, defaults to `"1F1B"`):
             Order of forwards and backwards: `"GPipe"`, `"1F1B"` or `"Interleaved1F1B"` (several stages per rank).
         layers_per_stage (`list[int]`, *optional*):
-            Decoder layers of each stage, as many numbers as ranks in a pipeline, or with `"Interleaved1F1B"` a multiple.
-            If `None`, balanced with the policy's head and the draft counted.
+            Decoder layers of each stage, as many numbers as ranks in a pipeline, or with `"Interleaved1F1B"` a
+            multiple. If `None`, balanced with the policy's head and the draft counted.
         pipeline_replica (`bool`, *optional*):
-            Whether every rank holds the whole policy, which rolls out, scores and evaluates. `False`: a rank loads and holds
-            its own stages alone, scores and evaluates in the pipeline, and needs rollouts from elsewhere (a vLLM server or
-            a `rollout_func`). If `None`, `False` with a vLLM server and `True` otherwise.
+            Whether every rank holds the whole policy, which rolls out, scores and evaluates. `False`: a rank loads and
+            holds its own stages alone, scores and evaluates in the pipeline, and needs rollouts from elsewhere (a vLLM
+            server or a `rollout_func`). If `None`, `False` with a vLLM server and `True` otherwise.
         pipeline_shard_optimizer (`bool`, *optional*, defaults to `False`):
-            Whether the ranks that hold the same stage share its optimizer state (ZeRO, stage 1). Needs several pipelines.
+            Whether the ranks that hold the same stage share its optimizer state (ZeRO, stage 1). Needs several
+            pipelines.
         tap_channel_slots (`int`, *optional*):
             Landing slots per lane of the tap channel. If `None`, one more than a stage fills at equal stage times.
     """
@@ -319,8 +320,8 @@ class CoDraftGRPOConfig(GRPOConfig):
 
         Args:
             args ([`~trl.GRPOConfig`]):
-                A configuration that has been through its own `__post_init__`. Of its fields only those of the draft are
-                validated, also where they have been before and may have been set since: derived ones such as
+                A configuration that has been through its own `__post_init__`. Of its fields only those of the draft
+                are validated, also where they have been before and may have been set since: derived ones such as
                 `generation_batch_size` would be refused the second time.
 
         Returns:
@@ -390,8 +391,8 @@ class CoDraftGRPOConfig(GRPOConfig):
             )
         if given.tp_size > 1:
             raise ValueError(
-                f"`cp_size={given.cp_size}` with `tp_size={given.tp_size}` in Accelerate's `ParallelismConfig`: context "
-                "parallelism does not split the layers of a tensor-parallel policy. Set `tp_size=1`."
+                f"`cp_size={given.cp_size}` with `tp_size={given.tp_size}` in Accelerate's `ParallelismConfig`: "
+                "context parallelism does not split the layers of a tensor-parallel policy. Set `tp_size=1`."
             )
         self.context_parallel_size = given.cp_size
         # To Accelerate, the ranks that share a microbatch are data-parallel. Sharding over all of them is its default.
@@ -424,14 +425,14 @@ class CoDraftGRPOConfig(GRPOConfig):
             return
         if self.fp16:
             raise ValueError(
-                "`fp16=True` with `pipeline_parallel_size > 1`: a gradient scaler would skip steps on some stages only. "
-                "Set `bf16=True`."
+                "`fp16=True` with `pipeline_parallel_size > 1`: a gradient scaler would skip steps on some stages "
+                "only. Set `bf16=True`."
             )
         if layers is not None and (
             len(layers) % size or (self.pipeline_schedule == "Interleaved1F1B") == (len(layers) == size)
         ):
             raise ValueError(
                 f"`layers_per_stage={layers}` gives {len(layers)} stages to {size} ranks under "
-                f"`pipeline_schedule={self.pipeline_schedule!r}`: one number per rank, or with 'Interleaved1F1B' two or "
-                "more times as many."
+                f"`pipeline_schedule={self.pipeline_schedule!r}`: one number per rank, or with 'Interleaved1F1B' two "
+                "or more times as many."
             )

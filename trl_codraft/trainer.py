@@ -1,8 +1,9 @@
 """
 [`CoDraftGRPOTrainer`]: TRL's GRPO trainer with a draft that is trained inside the step and speeds up its rollouts.
 
-Every override of TRL is here, a few lines that ask a part in `grpo/`: losses, the draft's learner, rollouts, checkpoints.
-Nothing of ours stands between this class and [`~trl.GRPOTrainer`], and the parts see the trainer as a [`~grpo.run.Run`].
+Every override of TRL is here, a few lines that ask a part in `grpo/`: losses, the draft's learner, rollouts,
+checkpoints. Nothing of ours stands between this class and [`~trl.GRPOTrainer`], and the parts see the trainer as a
+[`~grpo.run.Run`].
 """
 
 import os
@@ -153,7 +154,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     @staticmethod
     def _draft_source(args: CoDraftGRPOConfig, draft_model: Any) -> str | Eagle3DraftModel | None:
-        """Checks the settings before anything is loaded, and returns the draft to start from; `None` for a fresh one."""
+        """Checks the settings before anything is loaded; returns the draft to start from, `None` for a fresh one."""
         require_same_settings(args, fresh_draft=draft_model is None and args.draft_model_name_or_path is None)
         mesh_of(args)  # refuses a number of processes that does not fit
         draft_model = os.fspath(draft_model) if isinstance(draft_model, os.PathLike) else draft_model
@@ -259,8 +260,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
                 Repository to push to, such as `"me/Qwen3-4B-eagle3"`.
             kwargs (`dict`, *optional*):
                 Passed on to [`~serving.export.push_draft`]. `scores` takes the place of the measurement; `base_model`
-                names the repository of the trained policy where `hub_model_id` does not (with `adapter_of=None` if that
-                of a LoRA run holds it merged).
+                names the repository of the trained policy where `hub_model_id` does not (with `adapter_of=None` if
+                that of a LoRA run holds it merged).
 
         Raises:
             ValueError: if there is no draft (yet), or it does not validate.

@@ -1,9 +1,10 @@
 """
-What the ranks of a run have in common, and how one that was started differently is found out.
+Compares what the ranks of a run were started with, and finds one that was started differently.
 
-Ranks that disagree on what to compute wait for each other until a collective times out, or add numbers that do not belong
-together. So all of them say at construction what they were started with, and all raise the same error where that differs.
-A setting counts unless it is listed in `MAY_DIFFER`: a new field of any configuration class is compared without further ado.
+Ranks that disagree on what to compute wait for each other until a collective times out, or add numbers that do not
+belong together. So all of them say at construction what they were started with, and all raise the same error where
+that differs. A setting counts unless it is listed in `MAY_DIFFER`: a new field of any configuration class is compared
+without further ado.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ MAY_DIFFER = {
         "deepspeed",
         "model_init_kwargs",  # holds a `device_map` for the rank; the policy that comes of it is compared
     },
-    # Of logs, what the rank that writes them does alone. How often ranks log is not among these: losses are gathered then.
+    # The rank that writes logs uses these alone. How often ranks log is not among them: losses are gathered then.
     "logs": {
         "run_name",
         "project",
@@ -89,8 +90,8 @@ def common_settings(args: GRPOConfig) -> dict[str, Any]:
 
 def require_same_settings(args: CoDraftGRPOConfig, fresh_draft: bool) -> None:
     """
-    Checks, before a policy is loaded, that all ranks were started with the same settings. Collective. Ranks of which none
-    has a draft or shares microbatches do what TRL lets them do.
+    Checks, before a policy is loaded, that all ranks were started with the same settings. Collective. Ranks of which
+    none has a draft or shares microbatches do what TRL lets them do.
 
     Args:
         args ([`CoDraftGRPOConfig`]):
@@ -112,8 +113,8 @@ def require_same_settings(args: CoDraftGRPOConfig, fresh_draft: bool) -> None:
 
 def require_same_parts(run: Run) -> None:
     """
-    Checks that all ranks were given the same policy, data and functions, as far as these decide what is computed and in
-    which shapes: not the contents of datasets, nor what functions do. Collective.
+    Checks that all ranks were given the same policy, data and functions, as far as these decide what is computed and
+    in which shapes: not the contents of datasets, nor what functions do. Collective.
 
     Args:
         run ([`~run.Run`]):
@@ -158,7 +159,8 @@ def require_same_draft(config: Eagle3DraftConfig) -> None:
 
 def require_same_start(run: Run) -> None:
     """
-    Checks that training begins at the same step on all ranks, and with what the same files hold of a draft. Collective.
+    Checks that training begins at the same step on all ranks, and with what the same files hold of a draft.
+    Collective.
 
     Raises:
         ValueError: on all ranks alike.
@@ -224,7 +226,7 @@ def _digest(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value that compares and travels: numbers, texts and containers of these; of an object, its fields or its class."""
+    """Returns numbers, texts or containers of these, which compare and travel; an object's fields or its class."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, float) and value != value:

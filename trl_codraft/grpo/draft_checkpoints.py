@@ -30,8 +30,8 @@ HELD_OUT_PROMPTS = 64
 
 class DraftCheckpoints:
     """
-    Keeps the draft in a run's checkpoints: `draft/` beside the policy's files in the format that servers load, and in it
-    `draft_state.pt`, the state of its optimizer, wherever the policy's optimizer is saved too.
+    Keeps the draft in a run's checkpoints: `draft/` beside the policy's files in the format that servers load, and in
+    it `draft_state.pt`, the state of its optimizer, wherever the policy's optimizer is saved too.
 
     Args:
         run ([`~run.Run`]):
@@ -115,7 +115,7 @@ class DraftCheckpoints:
         return reason is None
 
     def _score_on_held_out_prompts(self) -> dict[str, Any] | None:
-        """What [`~serving.export.score_draft`] measures on up to 64 prompts of the evaluation sets; None if they hold none."""
+        """Runs [`~serving.export.score_draft`] on up to 64 prompts of the evaluation sets; `None` without any."""
         prompts = held_out_prompts(self.run.eval_dataset, HELD_OUT_PROMPTS)
         prompt_ids = [ids for ids in self.run._tokenize_prompts(prompts)[0] if len(ids)] if prompts else []
         if not prompt_ids:
@@ -152,7 +152,8 @@ class DraftCheckpoints:
             return
         folder = Path(folder)
         if self.run.args.should_save:
-            # An earlier run into this folder may have left it, and a resume would read it in the place of these weights.
+            # An earlier run into this folder may have left it, and a resume would read it in the place of these
+            # weights.
             (folder / DRAFT_FOLDER / DRAFT_STATE_NAME).unlink(missing_ok=True)
         os.makedirs(folder, exist_ok=True)
         # Set where the run pushes its policy, and with it the folder of the draft.
@@ -188,8 +189,8 @@ class DraftCheckpoints:
         say = logger.warning if draft > rest else logger.info
         say(
             f"Each checkpoint has {draft:,} bytes of the draft and {rest:,} of everything else: in {folder}, "
-            f"{draft - optimizer:,} bytes are its weights (for servers, and in {DRAFT_STATE_NAME} as they are trained) and "
-            f"{optimizer:,} the state of its optimizer, which `draft_save_optimizer=False` leaves out."
+            f"{draft - optimizer:,} bytes are its weights (for servers, and in {DRAFT_STATE_NAME} as they are "
+            f"trained) and {optimizer:,} the state of its optimizer, which `draft_save_optimizer=False` leaves out."
         )
 
     def copy_for_push(self, checkpoint_folder: str) -> None:
@@ -237,8 +238,8 @@ class DraftCheckpoints:
 
     def _find_draft(self, checkpoint: str, instead: str) -> SavedDraft | None:
         """
-        The draft of a checkpoint; None, with a warning that says what happens `instead`, if it is not there. Collective:
-        there is what every rank sees.
+        The draft of a checkpoint; None, with a warning that says what happens `instead`, if it is not there.
+        Collective: there is what every rank sees.
         """
         here = find_draft(checkpoint)
         everywhere = gather_object([here])
@@ -274,15 +275,15 @@ class DraftCheckpoints:
         """Goes on with what [`~grpo.saved_draft.read_draft`] has read."""
         if "weights" in state:
             self._warn(
-                "The checkpoint holds the draft's weights but not the state of its training (`save_only_model=True`): its "
-                "moments and schedule start anew."
+                "The checkpoint holds the draft's weights but not the state of its training (`save_only_model=True`): "
+                "its moments and schedule start anew."
             )
             self.learner.trainer.load_weights(state["weights"])
             return
         if not self.learner.trainer.load_state_dict(state["draft_trainer"]):
             self._warn(
-                "The checkpoint was saved without the state of the draft's optimizer (`draft_save_optimizer=False`), or with "
-                "that of other weights: the draft goes on with fresh moments."
+                "The checkpoint was saved without the state of the draft's optimizer (`draft_save_optimizer=False`), "
+                "or with that of other weights: the draft goes on with fresh moments."
             )
         self.controller.load_state_dict(state["controller"])
 

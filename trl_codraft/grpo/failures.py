@@ -1,9 +1,9 @@
 """
-An exception of one rank, held until all ranks hear of it.
+Holds an exception of one rank until all ranks hear of it.
 
-Where ranks compute losses together, a rank that stops alone leaves the others waiting in a collective. So what a user's
-code raises waits for the next header (`group/header.py`), which stops all ranks with its message; until then stand-ins keep
-the collectives of TRL's rollout and rewards in step.
+Where ranks compute losses together, a rank that stops alone leaves the others waiting in a collective. So what a
+user's code raises waits for the next header (`group/header.py`), which stops all ranks with its message; until then
+stand-ins keep the collectives of TRL's rollout and rewards in step.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class HeldFailures:
         """Generates as TRL does; after an exception, with rollouts that stand in."""
         try:
             return self.trl._generate(prompts)
-        except Exception as error:  # of the user's rollout function, tools or model: any
+        except Exception as error:  # the user's rollout function, tools or model may raise any
             self._held = error
         # A server that failed is not asked again: TRL pushes weights to it for a rollout function too.
         pushed = {"_last_loaded_step": self.run.state.global_step} if self.run.use_vllm else {}
@@ -51,7 +51,7 @@ class HeldFailures:
         """Calculates rewards as TRL does; after an exception, rewards that are not numbers stand in."""
         try:
             return self.trl._calculate_rewards(*rows)
-        except Exception as error:  # of the user's reward functions or models: any
+        except Exception as error:  # the user's reward functions or models may raise any
             self._held = self._held or error
         _inputs, prompts, *_ = rows
         missing = torch.full((len(prompts), len(self.run.reward_funcs)), torch.nan)

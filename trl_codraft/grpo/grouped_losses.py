@@ -2,8 +2,8 @@
 Losses computed by groups of ranks (`group/`), each member's microbatch split over all of them.
 
 TRL keeps seeing plain data parallelism: rollouts, rewards, advantages and gathers are untouched. The difference is who
-runs the policy: log-probs of a microbatch come from all ranks of a group, and each rank backpropagates its share of every
-member's loss. The mean over all ranks that DDP and FSDP2 take is then the data-parallel gradient.
+runs the policy: log-probs of a microbatch come from all ranks of a group, and each rank backpropagates its share of
+every member's loss. The mean over all ranks that DDP and FSDP2 take is then the data-parallel gradient.
 
 Shapes: `B` rows, `P` prompt columns, `C` completion columns.
 """

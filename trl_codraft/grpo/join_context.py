@@ -1,8 +1,8 @@
 """
-Context parallelism in the trainer: what is refused, and how ranks join.
+Joins the ranks of a run into groups that share microbatches. `support.py` says which runs cannot have one.
 
-To TRL and Accelerate all ranks stay data-parallel workers; see `grpo/grouped_losses.py` for the losses and `cp/sharding.py`
-for the forward on shards.
+To TRL and Accelerate all ranks stay data-parallel workers; see `grpo/grouped_losses.py` for the losses and
+`cp/sharding.py` for the forward on shards.
 """
 
 import os
@@ -83,13 +83,13 @@ def require_shards(run: Run) -> None:
     reason = unsupported_with_shards(run)
     if reason is not None:
         raise ValueError(f"`context_parallel_size={args.context_parallel_size}` is not possible: {reason}")
-    # One rank looks: under FSDP2 the others may not have the weights yet. Of a policy in parts it has no more than one.
+    # One rank looks: under FSDP2 the others may not have the weights yet. It has only its stages of a staged policy.
     verdict, failure = [None], None
     if accelerator.is_main_process:
         policy = base_policy(run.model)
         try:
             verdict = [disagreement_with_plain(policy if args.holds_whole_policy else two_layer_copy(policy))]
-        except Exception as error:  # of the policy's own code: any. The other ranks wait for the verdict
+        except Exception as error:  # the policy's own code may raise any. The other ranks wait for the verdict
             verdict, failure = [f"a short forward of the policy raised {type(error).__name__}: {error}"], error
     broadcast_object_list(verdict)
     if verdict[0] is not None:

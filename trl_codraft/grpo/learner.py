@@ -1,10 +1,10 @@
 """
-The draft in a run: what it learns from, when, and its state.
+Trains the draft of a run on the hidden states of its steps, and owns its state.
 
 Everything that keeps the policy from feeling the draft is here or named here:
 
-- taps and last hidden states are detached where hooks record them (`modeling/taps.py`), the head and the embedding where
-  the teacher reads them (`modeling/teacher.py`);
+- taps and last hidden states are detached where hooks record them (`modeling/taps.py`), the head and the embedding
+  where the teacher reads them (`modeling/teacher.py`);
 - the draft has its own backward, after the policy's ([`DraftLearner.end_micro_step`]), its own optimizer, schedule and
   clipping (`training/draft_trainer.py`), and is no child module of the policy;
 - whatever draws random numbers for the draft does so inside [`preserved_random_state`]: building, initialisation,
@@ -154,7 +154,8 @@ class DraftLearner:
 
         Args:
             rows (`dict[str, Any]`):
-                A microbatch: ids and masks of prompt `(B, P)` and completion `(B, C)`, and `tool_mask` where tools ran.
+                A microbatch: ids and masks of prompt `(B, P)` and completion `(B, C)`, and `tool_mask` where tools
+                ran.
             packed (`Callable`, *optional*):
                 Returns, after the forward, how the microbatch was split over ranks; `None` if it was not.
         """

@@ -2,9 +2,9 @@
 TRL's loss code run for the members of a group of ranks, and the headers that announce each piece of the group's work.
 
 A microbatch takes two kinds of passes. A *gradient pass* computes the loss of one member: TRL's code runs under an
-accelerator whose collectives do nothing, with throwaway metrics. The *metric pass* then runs TRL's code once on this rank's
-own rows, without gradient and with the log-probs kept from the gradient passes: it gives the returned loss, every metric
-and the one update of the entropy controller, as in plain data parallelism.
+accelerator whose collectives do nothing, with throwaway metrics. The *metric pass* then runs TRL's code once on this
+rank's own rows, without gradient and with the log-probs kept from the gradient passes: it gives the returned loss,
+every metric and the one update of the entropy controller, as in plain data parallelism.
 """
 
 from collections import defaultdict
@@ -21,8 +21,8 @@ from .failures import HeldFailures
 from .run import Run
 
 
-# Tensors that `GRPOTrainer._compute_loss` reads from its inputs, the ids and mask of a call that only scores, and the mask
-# of high-entropy tokens, which needs all ranks and is therefore made before the loss.
+# Tensors that `GRPOTrainer._compute_loss` reads from its inputs, the ids and mask of a call that only scores, and the
+# mask of high-entropy tokens, which needs all ranks and is therefore made before the loss.
 TRAVELLING_TENSORS = (
     "prompt_ids",
     "prompt_mask",
@@ -107,7 +107,7 @@ class MemberPasses:
         return self.group.exchange(header, failure)
 
     def announce_rollout(self) -> None:
-        """Exchanges headers before the first collective of a rollout: a rank that generates alone is told apart here."""
+        """Exchanges headers before the first collective of a rollout, and so finds a rank that generates alone."""
         self.group.exchange(Header(self.run._step, Phase.ROLLOUT))
 
     @contextmanager

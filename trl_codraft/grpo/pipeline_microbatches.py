@@ -1,6 +1,6 @@
 """
-Brings the microbatches of an accumulation window into the one shape of a pipeline step: whole ones are padded; with context
-parallelism each rank's packed tokens are padded to one length.
+Brings the microbatches of an accumulation window into the one shape of a pipeline step: whole ones are padded; with
+context parallelism each rank's packed tokens are padded to one length.
 
 Shapes: `B` rows, `P` prompt columns, `C` completion columns, `S` padded columns, `T` rows of a shard, `H` hidden size.
 """
@@ -71,8 +71,8 @@ class PaddedStep:
     """
     Pads whole microbatches. A [`StepMicrobatches`].
 
-    Positions count the columns that a microbatch has without the added padding, as in a plain run. Rotary embeddings that
-    follow the length follow that number of columns on every stage, whatever its rank ran before.
+    Positions count the columns that a microbatch has without the added padding, as in a plain run. Rotary embeddings
+    that follow the length follow that number of columns on every stage, whatever its rank ran before.
 
     Args:
         microbatches (`Sequence[MemberMicrobatch]`):

@@ -1,11 +1,11 @@
 """
 Losses computed in a pipeline of ranks, each of which trains the layers of its stages (`pp/`).
 
-TRL keeps seeing plain data parallelism, as in `grouped_losses.py`. Micro-steps are prepared as always, but only put aside;
-the last one of an accumulation window runs all of them, for all ranks of the pipeline, in one step of its schedule. With
-`pipeline_replica` a rank also keeps the whole policy for everything else (rollouts, log-probs of other policies,
-evaluation, checkpoints), and is sent the others' layers after each optimizer step; without, work that needs no gradient
-goes through the pipeline too.
+TRL keeps seeing plain data parallelism, as in `grouped_losses.py`. Micro-steps are prepared as always, but only put
+aside; the last one of an accumulation window runs all of them, for all ranks of the pipeline, in one step of its
+schedule. With `pipeline_replica` a rank also keeps the whole policy for everything else (rollouts, log-probs of other
+policies, evaluation, checkpoints), and is sent the others' layers after each optimizer step; without, work that needs
+no gradient goes through the pipeline too.
 
 Shapes: `B` rows, `P` prompt columns, `C` completion columns.
 """
@@ -294,8 +294,8 @@ class PipelinedLosses:
 
         Args:
             rows (`dict[str, torch.Tensor]`):
-                This rank's rows, at least one: `prompt_ids`, `prompt_mask` `(B, P)`, `completion_ids`, `completion_mask`
-                `(B, C)`.
+                This rank's rows, at least one: `prompt_ids`, `prompt_mask` `(B, P)`, `completion_ids`,
+                `completion_mask` `(B, C)`.
 
         Returns:
             `list`: on its last stage, a batch that the draft learns from for each member; empty elsewhere.

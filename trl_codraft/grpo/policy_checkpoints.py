@@ -1,7 +1,8 @@
 """
-Checkpoints of a pipeline. The optimizer's state is in a file per stage, by parameter name, so that a run resumes under
-another number of stages, or without. A policy that is whole on every rank is saved as always; one that no rank has whole is
-written and read by stages, into the same files; one whose weights have other names on disk is read as Transformers loads it.
+Writes and reads checkpoints of policies. In a pipeline the optimizer's state is in a file per stage, by parameter
+name, so that a run resumes under another number of stages, or without. A policy that is whole on every rank is saved
+as always; one that no rank has whole is written and read by stages, into the same files; one whose weights have other
+names on disk is read as Transformers loads it.
 """
 
 from pathlib import Path
@@ -99,9 +100,9 @@ class PolicyCheckpoints:
 
     def _reads_anew(self, folder: str) -> bool:
         """
-        Whether a checkpoint has to be read as `from_pretrained` reads it. Transformers, when a run resumes or takes its best
-        model, leaves weights as they are whose names on disk are others than in memory, as those of experts, and warns. That
-        is the one thing in which a run with `use_draft=False` is not TRL's.
+        Whether a checkpoint has to be read as `from_pretrained` reads it. Transformers, when a run resumes or takes
+        its best model, leaves weights as they are whose names on disk are others than in memory, as those of experts,
+        and warns. That is the one thing in which a run with `use_draft=False` is not TRL's.
         """
         if is_peft_model(self.run.model) or self.run.is_fsdp_enabled or self.run.is_deepspeed_enabled:
             return False
@@ -110,7 +111,7 @@ class PolicyCheckpoints:
     def _read_policy(self, folder: str) -> None:
         policy = base_policy(self.run.model)
         dtypes = {parameter.dtype for parameter in policy.parameters()}
-        # Of several, one that all of them fit into.
+        # If there are several, take one that all of them fit into.
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         keep = self.pipelining.stage_weights.cut if self._by_stages else lambda whole: []
         saved = load_stage_weights(type(policy), folder, keep, dtype=dtype)
@@ -164,7 +165,7 @@ class PolicyCheckpoints:
         )
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """Without Accelerate's wrapper."""
+        """Returns the optimizer without Accelerate's wrapper."""
         return (
             self.run.optimizer.optimizer
             if isinstance(self.run.optimizer, AcceleratedOptimizer)

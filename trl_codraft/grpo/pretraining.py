@@ -29,8 +29,8 @@ from .run import Batch, Learner, Run
 
 
 MAX_COUNTED_PROMPTS = 2000
-# Each pretraining rollout is trained this many times: on a CPU and on a GPU alike, generating it and running the policy
-# over it cost far more than one more update of the draft.
+# Each pretraining rollout is trained this many times: on a CPU and on a GPU alike, generating it and running the
+# policy over it cost far more than one more update of the draft.
 PASSES_PER_ROLLOUT = 4
 # Taps of a window that are kept between those passes; beyond, the policy's forward is run again.
 MAX_HELD_BYTES = 2 * 2**30
@@ -129,8 +129,9 @@ class PolicyRollouts:
         unknown = sorted({str(name) for name in names if name not in run.environment_factories})
         if unknown:
             raise ValueError(
-                f"Rows of the training set have the `environment` {', '.join(unknown)}, which is not among the environments "
-                f"passed to `environment_factory`: {list(run.environment_factories)}. Add it there, or drop the rows."
+                f"Rows of the training set have the `environment` {', '.join(unknown)}, which is not among the "
+                f"environments passed to `environment_factory`: {list(run.environment_factories)}. Add it there, or "
+                "drop the rows."
             )
         return names
 
@@ -173,8 +174,8 @@ class PolicyRollouts:
 
     def record(self, rollouts: list[Rollout]) -> Batches:
         """
-        Runs the policy over rollouts, without gradient, and packs what the draft learns from. Where no rank has the whole
-        policy, those of all ranks of a pipeline go through it, and its last stage has what the draft learns.
+        Runs the policy over rollouts, without gradient, and packs what the draft learns from. Where no rank has the
+        whole policy, those of all ranks of a pipeline go through it, and its last stage has what the draft learns.
         """
         run = self.run
         if not run.args.holds_whole_policy:
@@ -264,9 +265,9 @@ def _require_text(prompts: list) -> list:
     """The same prompts, each a string or messages: a run with a `rollout_func` may have any."""
     if not all(isinstance(prompt, str | list) for prompt in prompts):
         raise ValueError(
-            "The draft starts from rollouts on the prompts of the training set, and some are neither a string nor messages, "
-            "which only the `rollout_func` understands. Start from a trained draft (`draft_model_name_or_path`) with "
-            "`draft_pretrain_steps=0`, or set `use_draft=False`."
+            "The draft starts from rollouts on the prompts of the training set, and some are neither a string nor "
+            "messages, which only the `rollout_func` understands. Start from a trained draft "
+            "(`draft_model_name_or_path`) with `draft_pretrain_steps=0`, or set `use_draft=False`."
         )
     return prompts
 

@@ -1,7 +1,7 @@
 """
-Who is late. Every rank of a run says in the store that started the process group what it has come to; when a collective of
-TRL, Accelerate or torch then fails because some rank is missing from it, the error names the ranks that have come least
-far. Collectives of our groups name theirs themselves (`group/exchange.py`).
+Tells which ranks are late. Every rank of a run says in the store that started the process group what it has come to;
+when a collective of TRL, Accelerate or torch then fails because some rank is missing from it, the error names the
+ranks that have come least far. Collectives of our groups name theirs themselves (`group/exchange.py`).
 
 With NCCL the watchdog ends a process that waits too long without an exception, unless `TORCH_NCCL_BLOCKING_WAIT=1`;
 then there is nothing to add to.
@@ -137,8 +137,8 @@ class ProgressReports:
 
     def noting(self, stage: str) -> Callable[[Callable], Callable]:
         """
-        Makes of a `gather` one that notes a stage first: there TRL waits for other ranks, behind the callables that users
-        pass, which it gets as they are.
+        Makes of a `gather` one that notes a stage first: there TRL waits for other ranks, behind the callables that
+        users pass, which it gets as they are.
         """
 
         def wrap(gather: Callable) -> Callable:

@@ -15,8 +15,8 @@ COLUMN = "prompt"
 
 def require_prompts(run: Run) -> None:
     """
-    Raises if the training set or an evaluation set has no `prompt` column, or the training set no rows. Environments write
-    prompts themselves.
+    Raises if the training set or an evaluation set has no `prompt` column, or the training set no rows. Environments
+    write prompts themselves.
 
     Args:
         run ([`~run.Run`]):
@@ -36,8 +36,8 @@ def require_prompts(run: Run) -> None:
         columns = _other_columns(dataset)
         if columns:
             raise ValueError(
-                f"`{name}` has no column `{COLUMN}`, which rollouts begin with: its rows have {shown(columns)}. Rename the "
-                f"column that holds prompts: `dataset.rename_column({columns[0]!r}, {COLUMN!r})`."
+                f"`{name}` has no column `{COLUMN}`, which rollouts begin with: its rows have {shown(columns)}. "
+                f"Rename the column that holds prompts: `dataset.rename_column({columns[0]!r}, {COLUMN!r})`."
             )
 
 
@@ -51,9 +51,9 @@ def evaluation_sets(given: Any) -> Iterator[tuple[str, Any]]:
 
 def _other_columns(dataset: Any) -> list[str]:
     """
-    The columns of the first row, if `prompt` is not among them; none of a set without rows, or of one that could only be
-    asked by using it up. A transform may make the column, so that the row decides where the names of columns do not say
-    that it is there. Of a stream the row is read apart from the training, which still begins with it.
+    The columns of the first row, if `prompt` is not among them; none of a set without rows, or of one that could only
+    be asked by using it up. A transform may make the column, so that the row decides where the names of columns do not
+    say that it is there. Of a stream the row is read apart from the training, which still begins with it.
     """
     row = None
     if isinstance(dataset, (Dataset, IterableDataset)):
@@ -67,8 +67,8 @@ def _other_columns(dataset: Any) -> list[str]:
 
 def held_out_prompts(eval_dataset: Any, count: int) -> list:
     """
-    The first prompts of the evaluation sets, one set after the other: there may be several, and some small or empty. All are
-    text or all are messages, as the first is; what only a `rollout_func` understands is left out.
+    The first prompts of the evaluation sets, one set after the other: there may be several, and some small or empty.
+    All are text or all are messages, as the first is; what only a `rollout_func` understands is left out.
 
     Args:
         eval_dataset (`Any`):

@@ -1,4 +1,4 @@
-"""The run's rollouts with the draft: which loop generates, its counters, the metrics that come of them."""
+"""Generates a run's rollouts with the draft, and turns the counters of its loop into metrics."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """
-Declares the seam between the trainer and its parts: the attributes of a trainer that parts may touch ([`Run`]), and the
-methods that parts offer each other. A part holds a [`Run`], never the trainer's class; nothing in `grpo/` imports
+Declares the seam between the trainer and its parts: the attributes of a trainer that parts may touch ([`Run`]), and
+the methods that parts offer each other. A part holds a [`Run`], never the trainer's class; nothing in `grpo/` imports
 `trainer.py`.
 """
 
@@ -65,7 +65,7 @@ class Losses(Protocol):
         """
 
     def score(self, model: nn.Module, *rows: Any, **settings: Any) -> Scores | tuple:
-        """Returns log-probs and entropies `(B, C)` of this rank's rows, and the load-balancing loss, as TRL's method."""
+        """Returns log-probs and entropies `(B, C)` of this rank's rows, and the load-balancing loss, as TRL does."""
 
     def announce_rollout(self) -> None:
         """Tells the other ranks that this one is about to generate, where they wait for it."""
@@ -123,8 +123,8 @@ class Run(Protocol):
     """
     Lists all that the parts read of a trainer, or replace for a while.
 
-    The first block holds the parts. The second is public in TRL, Transformers or Accelerate; the third is private there
-    and may move with a release. `tests/test_house.py` compares the list with the code.
+    The first block holds the parts. The second is public in TRL, Transformers or Accelerate; the third is private
+    there and may move with a release. `tests/test_house.py` compares the list with the code.
     """
 
     losses: Losses

@@ -1,6 +1,6 @@
 """
-The draft in a checkpoint: what is there, and what of it a run can go on with. Everything that reads `draft/` asks here, so
-that "not there" means the same to a resume, to the best model at the end of a run and to a push.
+Reads and writes the draft of a checkpoint, as far as a run can go on with it. Everything that reads `draft/` asks
+here, so that "not there" means the same to a resume, to the best model at the end of a run and to a push.
 """
 
 import os
@@ -23,8 +23,8 @@ DRAFT_FOLDER = "draft"
 DRAFT_STATE_NAME = "draft_state.pt"
 # What [`~training.draft_trainer.DraftTrainer.load_state_dict`] reads.
 STATE_KEYS = {"draft", "target_ids", "optimizer", "scheduler", "num_updates", "num_pretrain_updates"}
-# Fields that decide what the draft's weights mean, or their shapes, and that neither the policy nor a setting of its own
-# decides: a draft that a run was started from brought them along.
+# Fields that decide what the draft's weights mean, or their shapes, and that neither the policy nor a setting of its
+# own decides: a draft that a run was started from brought them along.
 INHERITED_FIELDS = (
     "intermediate_size",
     "num_attention_heads",
@@ -57,8 +57,8 @@ class SavedDraft:
 
 def find_draft(checkpoint: str | os.PathLike) -> SavedDraft:
     """
-    Looks for the draft of a checkpoint, without reading it. It is there if its `config.json`, which is written last, and
-    weights are: in the format of servers, in the state of its training, or in both.
+    Looks for the draft of a checkpoint, without reading it. It is there if its `config.json`, which is written last,
+    and weights are: in the format of servers, in the state of its training, or in both.
 
     Args:
         checkpoint (`str` or `os.PathLike`):
@@ -156,5 +156,6 @@ def check_same_draft(saved: Eagle3DraftConfig, own: Eagle3DraftConfig) -> None:
         )
         settings = ", ".join(f"`{setting}`" for setting in dict.fromkeys(different.values()))
         raise ValueError(
-            f"The checkpoint's draft is not the draft of this run: {values}. Set {settings} as in the run that wrote it."
+            f"The checkpoint's draft is not the draft of this run: {values}. Set {settings} as in the run that wrote "
+            "it."
         )

@@ -1,4 +1,4 @@
-"""The optimizer of a run whose ranks train the stages of a pipeline: its shared state, its norm, what follows a step."""
+"""Adapts the optimizer to a run whose ranks train the stages of a pipeline: shared state, norm, copies of weights."""
 
 import torch
 import torch.distributed as dist

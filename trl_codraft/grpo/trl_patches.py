@@ -36,7 +36,7 @@ def generation_made_by(make: Callable) -> AbstractContextManager[None]:
 
 
 def generation_with_draft(args: CoDraftGRPOConfig) -> AbstractContextManager[None]:
-    """Within it, `GRPOTrainer.__init__` prepares vLLM for a draft, or for a policy that ranks of a group push together."""
+    """Within it, `GRPOTrainer.__init__` prepares vLLM for a draft, or for a policy that ranks push together."""
     served_group = args.pipeline_parallel_size * args.context_parallel_size > 1 and args.vllm_mode == "server"
     if not args.use_vllm or not (args.use_draft or served_group):
         return nullcontext()

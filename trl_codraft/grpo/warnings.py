@@ -73,8 +73,8 @@ def warn_about_ignored_settings(args: CoDraftGRPOConfig, config: Eagle3DraftConf
         asked, has = getattr(args, setting), getattr(config, field)
         if asked != defaults[setting] and asked != has:
             logger.warning(
-                f"`{setting}={asked}` is for fresh drafts: the loaded draft keeps its `{field}={has}`. Drop the setting, "
-                "or start from a draft of that shape."
+                f"`{setting}={asked}` is for fresh drafts: the loaded draft keeps its `{field}={has}`. Drop the "
+                "setting, or start from a draft of that shape."
             )
 
 
@@ -84,23 +84,23 @@ def warn_about_whole_vocabulary(args: CoDraftGRPOConfig, draft: Eagle3DraftModel
     if args.draft_vocab_size is None and head > 0.5 and args.process_index == 0:
         size = draft.config.vocab_size
         logger.warning(
-            f"The draft's head over all {size} tokens has {head:.0%} of its weights, and most of what drafting and training "
-            "it costs. Set `draft_vocab_size` (4096 to 32000) for a head over the most frequent tokens, which "
-            f"`draft/vocab_coverage` watches, or `draft_vocab_size={size}` to keep it as it is."
+            f"The draft's head over all {size} tokens has {head:.0%} of its weights, and most of what drafting and "
+            "training it costs. Set `draft_vocab_size` (4096 to 32000) for a head over the most frequent tokens, "
+            f"which `draft/vocab_coverage` watches, or `draft_vocab_size={size}` to keep it as it is."
         )
 
 
 def warn_about_metrics(metrics: dict[str, float], draft_is_fresh: bool, args: CoDraftGRPOConfig) -> None:
-    """Warns once when a draft learns nothing, or trains happily and cannot be of use. The metrics are those of all ranks."""
+    """Warns once when a draft learns nothing, or learns and cannot be of use. Takes metrics over all ranks."""
     if not metrics["draft/rows"]:
         logger.warning_once(
-            f"The draft learned nothing in a step: {_why_nothing_taught(metrics, args)} Such steps leave it as it is and log "
-            "`draft/rows` 0 and no `draft/loss`."
+            f"The draft learned nothing in a step: {_why_nothing_taught(metrics, args)} Such steps leave it as it is "
+            "and log `draft/rows` 0 and no `draft/loss`."
         )
     if metrics.get("draft/vocab_coverage", 1.0) < 0.9:
         logger.warning_once(
-            "Less than 90% of the policy's probability (`draft/vocab_coverage`) lies in the draft vocabulary: the rest can "
-            "never be drafted. Raise `draft_vocab_size`."
+            "Less than 90% of the policy's probability (`draft/vocab_coverage`) lies in the draft vocabulary: the "
+            "rest can never be drafted. Raise `draft_vocab_size`."
         )
     if not draft_is_fresh and metrics.get("draft/accept_length_sim", math.inf) < 1.05:
         logger.warning_once(
@@ -141,8 +141,8 @@ def warn_about_collapse(stats: SpeculativeStats, simulated: float | None, specul
     if speculated_well or (simulated or 1.0) >= GOOD_ACCEPT_LENGTH:
         # Without measured numbers: another text would be another warning.
         logger.warning_once(
-            f"The accept length of rollouts (`rollout/accept_length`) is below {COLLAPSED_ACCEPT_LENGTH}, although earlier "
-            f"rollouts or the simulated one (`draft/accept_length_sim`) reached {GOOD_ACCEPT_LENGTH}: rollouts do not run "
-            "with the draft that is trained, or sample from another distribution. See the checklist under 'Accept length "
-            "near 1' in docs/troubleshooting.md."
+            f"The accept length of rollouts (`rollout/accept_length`) is below {COLLAPSED_ACCEPT_LENGTH}, although "
+            f"earlier rollouts or the simulated one (`draft/accept_length_sim`) reached {GOOD_ACCEPT_LENGTH}: "
+            "rollouts do not run with the draft that is trained, or sample from another distribution. See the "
+            "checklist under 'Accept length near 1' in docs/troubleshooting.md."
         )

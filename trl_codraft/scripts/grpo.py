@@ -68,8 +68,8 @@ class CoDraftScriptArguments(GRPOScriptArguments):
 class CoDraftParser(TrlParser):
     """
     `TrlParser` whose `--config` is an option like any other, so that argparse's spellings of it are understood, and
-    whose files mean what the same values mean on the command line: one value for a list is a list of one, a number or a
-    choice is checked, and no key is dropped.
+    whose files mean what the same values mean on the command line: one value for a list is a list of one, a number or
+    a choice is checked, and no key is dropped.
     """
 
     def __init__(self, dataclass_types, **kwargs):
@@ -145,7 +145,8 @@ def load_reward_funcs(script_args: CoDraftScriptArguments) -> list[str | Callabl
             rewards.append(_imported(name))
         else:
             raise ValueError(
-                f"Unknown reward function {name!r}. Take one of {sorted(REWARD_FUNCS)}, or the dotted path of your own."
+                f"Unknown reward function {name!r}. Take one of {sorted(REWARD_FUNCS)}, or the dotted path of your "
+                "own."
             )
     if not rewards:
         raise ValueError("No reward: set `--reward_funcs` or `--reward_model_name_or_path`.")
@@ -153,11 +154,11 @@ def load_reward_funcs(script_args: CoDraftScriptArguments) -> list[str | Callabl
 
 
 def _imported(path: str) -> str | Callable:
-    """What the user's own path names, as TRL's script finds it. Errors inside modules are their own and stay what they are."""
+    """Imports the object of a user's path, as TRL's script finds it. Errors inside modules stay what they are."""
     if "/" in path or not all(path.split(".")):
         raise ValueError(
-            f"`--reward_funcs {path}` is no dotted import path such as `my_lib.rewards.length`. A reward model goes to "
-            "`--reward_model_name_or_path`."
+            f"`--reward_funcs {path}` is no dotted import path such as `my_lib.rewards.length`. A reward model goes "
+            "to `--reward_model_name_or_path`."
         )
     sys.path.insert(0, os.getcwd())
     reward = _attribute(path, asked=path)
@@ -167,7 +168,7 @@ def _imported(path: str) -> str | Callable:
 
 
 def _attribute(path: str, asked: str) -> Any:
-    """An attribute of a module, whether it stands there or the module makes it when asked; or of a class in a module."""
+    """Returns an attribute of a module, also one that the module makes when asked, or of a class in a module."""
     owner_path, _, name = path.rpartition(".")
     try:
         owner = importlib.import_module(owner_path)
@@ -205,8 +206,8 @@ def build_trainer(
     """The trainer of a run with a model and a dataset of the Hub, or of local folders."""
     if script_args.draft_repo_id is not None and not training_args.use_draft:
         raise ValueError(
-            f"`draft_repo_id={script_args.draft_repo_id!r}` with `use_draft=False`: there will be no draft to push. Drop one "
-            "of the two."
+            f"`draft_repo_id={script_args.draft_repo_id!r}` with `use_draft=False`: there will be no draft to push. "
+            "Drop one of the two."
         )
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,

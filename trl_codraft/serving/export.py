@@ -203,8 +203,8 @@ def score_draft(
 ) -> dict[str, Any]:
     """
     Measures what a draft is worth: speculative rollouts on held-out prompts. Counters are those of a vLLM server asked
-    the same (greedily, or with `"draft_sample_method": "probabilistic"`): a prompt's last block counts in full, also what
-    lies behind its end. They are summed over all prompts and divided once.
+    the same (greedily, or with `"draft_sample_method": "probabilistic"`): a prompt's last block counts in full, also
+    what lies behind its end. They are summed over all prompts and divided once.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -229,8 +229,8 @@ def score_draft(
             More arguments of [`speculative_generate`].
 
     Returns:
-        `dict[str, Any]`: `accept_length` = 1 + accepted / verifications (vLLM's definition), `accept_rate` = accepted /
-        drafted, `accept_rate_per_position`, `tokens_per_row_forward`, `tokens_per_second` (wall-clock, prefill
+        `dict[str, Any]`: `accept_length` = 1 + accepted / verifications (vLLM's definition), `accept_rate` = accepted
+        / drafted, `accept_rate_per_position`, `tokens_per_row_forward`, `tokens_per_second` (wall-clock, prefill
         included), the raw counters `verifications`, `drafted`, `accepted`, `accepted_per_position`, `committed`,
         `row_forwards`, `policy_forwards`, and the settings `num_draft_tokens`, `temperature`, `num_prompts`.
 
@@ -239,8 +239,8 @@ def score_draft(
     """
     if num_draft_tokens < 1:
         raise ValueError(
-            f"`num_draft_tokens` must be at least 1, got {num_draft_tokens}: without drafted tokens nothing of the draft is "
-            "measured."
+            f"`num_draft_tokens` must be at least 1, got {num_draft_tokens}: without drafted tokens nothing of the "
+            "draft is measured."
         )
     if not prompts:
         raise ValueError("There are no prompts to score the draft on; give at least one.")

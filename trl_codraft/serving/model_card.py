@@ -38,14 +38,14 @@ CITATIONS = """\
 
 
 SAMPLING_HINT = (
-    'Where it mostly samples, add `"draft_sample_method": "probabilistic"` to the configuration: vLLM drafts greedily by '
-    "default, and of a greedy draft less is accepted at temperatures above 0."
+    'Where it mostly samples, add `"draft_sample_method": "probabilistic"` to the configuration: vLLM drafts greedily '
+    "by default, and of a greedy draft less is accepted at temperatures above 0."
 )
 
 
 ADAPTER_HINT = (
-    "The policy is a LoRA adapter. Serve it merged into its base model: vLLM's table of features lists LoRA and speculative "
-    "decoding as incompatible, and SGLang takes them together in recent releases alone. Once:"
+    "The policy is a LoRA adapter. Serve it merged into its base model: vLLM's table of features lists LoRA and "
+    "speculative decoding as incompatible, and SGLang takes them together in recent releases alone. Once:"
 )
 
 
@@ -204,8 +204,8 @@ def draft_card(
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {repo_id.split('/')[-1] if repo_id else 'EAGLE-3 draft'}",
-        f"An EAGLE-3 draft for speculative decoding with `{policy}`, written by `trl-codraft`. It proposes tokens; the policy "
-        "verifies them, so its output distribution does not change.",
+        f"An EAGLE-3 draft for speculative decoding with `{policy}`, written by `trl-codraft`. It proposes tokens; "
+        "the policy verifies them, so its output distribution does not change.",
         f"## Accept length\n\n{_score_table(scores)}",
         f"## Serve\n\n{''.join(before)}vLLM:\n\n```bash\n{commands['vllm']}\n```\n\n{SAMPLING_HINT}\n\n"
         f"SGLang:\n\n```bash\n{commands['sglang']}\n```",

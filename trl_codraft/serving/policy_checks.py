@@ -35,8 +35,8 @@ def check_policy(
     context = getattr(policy, "max_position_embeddings", None)
     if context is not None and (raw.get("max_position_embeddings") or context) < context:
         yield (
-            f"`max_position_embeddings` is {raw['max_position_embeddings']}, the policy's {context}: servers read RoPE "
-            "tables out of bounds, or acceptance collapses, beyond it"
+            f"`max_position_embeddings` is {raw['max_position_embeddings']}, the policy's {context}: servers read "
+            "RoPE tables out of bounds, or acceptance collapses, beyond it"
         )
     rope, own = getattr(policy, "rope_parameters", None) or {}, raw.get("rope_parameters") or {}
     # Policies with one set per layer type have no set to compare with.
@@ -44,7 +44,8 @@ def check_policy(
         if own.get(key) != rope.get(key):
             name = key if key.startswith("rope_") else f"rope_parameters.{key}"
             yield (
-                f"{NOTE}`{name}` is {own.get(key)!r}, the policy's {rope.get(key)!r}: right only if the draft was trained so"
+                f"{NOTE}`{name}` is {own.get(key)!r}, the policy's {rope.get(key)!r}: right only if the draft was "
+                "trained so"
             )
     dtype = next((tensor.dtype for name, tensor in tensors.items() if canonical_name(name) == "fc.weight"), None)
     if policy_dtype is not None and dtype is not None and policy_dtype != dtype:
@@ -55,7 +56,9 @@ def check_policy(
                 and tensor.isfinite().all()
                 and not tensor.to(policy_dtype).isfinite().all()
             ):
-                yield f"tensor `{name}` holds values that are infinite in {policy_dtype}, which servers run the draft in"
+                yield (
+                    f"tensor `{name}` holds values that are infinite in {policy_dtype}, which servers run the draft in"
+                )
 
 
 def check_policy_model(tensors: Mapping[str, torch.Tensor], policy: nn.Module) -> Iterator[str]:
@@ -74,6 +77,6 @@ def check_policy_model(tensors: Mapping[str, torch.Tensor], policy: nn.Module) -
     # A few rows tell nearly always, without a copy of the whole head.
     if all(torch.equal(head[:rows], own[:rows].detach().to("cpu", head.dtype)) for rows in (4, len(head))):
         yield (
-            f"{NOTE}`lm_head` equals the policy's: vLLM makes the two one tensor, which is fine to serve, but an update of "
-            "either in the running server changes both"
+            f"{NOTE}`lm_head` equals the policy's: vLLM makes the two one tensor, which is fine to serve, but an "
+            "update of either in the running server changes both"
         )

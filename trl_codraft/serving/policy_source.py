@@ -1,6 +1,6 @@
 """
-What a policy's name stands for: a folder or a Hub repository, of a whole model or of a LoRA adapter, such as a run or one
-of its checkpoints leaves. Every command resolves its policy here.
+What a policy's name stands for: a folder or a Hub repository, of a whole model or of a LoRA adapter, such as a run or
+one of its checkpoints leaves. Every command resolves its policy here.
 """
 
 import json

@@ -1,8 +1,8 @@
 """
 What a server would misread in a draft folder.
 
-vLLM, SGLang and speculators load a draft with missing tensors or a wrong key without a word; the output stays right and
-only acceptance drops to nothing. So each thing they do not check is checked here, on the files alone.
+vLLM, SGLang and speculators load a draft with missing tensors or a wrong key without a word; the output stays right
+and only acceptance drops to nothing. So each thing they do not check is checked here, on the files alone.
 """
 
 import os
@@ -151,7 +151,10 @@ def _check_identity(raw: Mapping[str, Any]) -> Iterator[str]:
     if not architectures:
         yield f"`architectures` is missing: SGLang looks for {shown(ARCHITECTURE)}"
     elif architectures[0] not in READABLE_ARCHITECTURES:
-        yield f"`architectures` names {shown(architectures[0])}: servers would build another model than {shown(ARCHITECTURE)}"
+        yield (
+            f"`architectures` names {shown(architectures[0])}: servers would build another model than "
+            f"{shown(ARCHITECTURE)}"
+        )
     elif architectures[0] != ARCHITECTURE:
         yield f"{NOTE}`architectures` names {shown(architectures[0])}: SGLang knows only {shown(ARCHITECTURE)}"
 
@@ -174,12 +177,15 @@ def _check_sizes(raw: Mapping[str, Any]) -> Iterator[str]:
         yield f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` ({groups})"
     hidden = raw.get("hidden_size")
     if _is_size(heads) and _is_size(hidden) and hidden % heads:
-        yield f"`hidden_size` ({hidden}) is not a multiple of `num_attention_heads` ({heads}): transformers' Llama refuses it"
+        yield (
+            f"`hidden_size` ({hidden}) is not a multiple of `num_attention_heads` ({heads}): transformers' Llama "
+            "refuses it"
+        )
     width = raw.get("target_hidden_size")
     if _is_size(hidden) and _is_size(width) and hidden != width:
         yield (
-            f"`hidden_size` ({hidden}) is not `target_hidden_size` ({width}): the draft reads the policy's embedding, which "
-            "is as wide as its hidden states"
+            f"`hidden_size` ({hidden}) is not `target_hidden_size` ({width}): the draft reads the policy's embedding, "
+            "which is as wide as its hidden states"
         )
     vocab, draft_vocab = raw.get("vocab_size"), raw.get("draft_vocab_size")
     if _is_size(vocab) and _is_size(draft_vocab) and draft_vocab > vocab:
@@ -190,8 +196,8 @@ def _check_features(raw: Mapping[str, Any]) -> Iterator[str]:
     """Keys that make a server build or compute something else."""
     if raw.get("tie_word_embeddings", True):
         yield (
-            "`tie_word_embeddings` is not false: SGLang would use the embedding as the draft's head (absent also means "
-            "true in some versions of transformers)"
+            "`tie_word_embeddings` is not false: SGLang would use the embedding as the draft's head (absent also "
+            "means true in some versions of transformers)"
         )
     for key in ("attention_bias", "mlp_bias", "bias"):
         if raw.get(key) or layer_section(raw).get(key):
@@ -245,7 +251,10 @@ def _check_rope(raw: Mapping[str, Any]) -> Iterator[str]:
     if rope["rope_type"] != "default" and scaling.get("rope_type") != rope["rope_type"]:
         yield f"`rope_scaling` does not repeat the {shown(rope['rope_type'])} scaling of `rope_parameters`"
     elif scaling.get("rope_type", "default") != rope["rope_type"]:
-        yield f"`rope_scaling` says {shown(scaling.get('rope_type'))} but `rope_parameters` says {shown(rope['rope_type'])}"
+        yield (
+            f"`rope_scaling` says {shown(scaling.get('rope_type'))} but `rope_parameters` says "
+            f"{shown(rope['rope_type'])}"
+        )
     else:
         for key in sorted(scaling.keys() & rope.keys()):
             if scaling[key] != rope[key]:
@@ -268,11 +277,14 @@ def _check_taps(raw: Mapping[str, Any], policy_config: Any) -> Iterator[str]:
         yield f"`{TAP_KEY}` {shown(taps)} is out of range: a policy of {num_layers} layers has ids 0..{num_layers}"
     if nested is not None and nested != [tap - 1 for tap in taps]:
         yield (
-            f"`eagle_config` says {shown(nested)}, `{TAP_KEY}` says {shown(taps)}: inside `eagle_config` (SGLang) every id must be "
-            "one less than at top level (vLLM)"
+            f"`eagle_config` says {shown(nested)}, `{TAP_KEY}` says {shown(taps)}: inside `eagle_config` (SGLang) "
+            "every id must be one less than at top level (vLLM)"
         )
     if nested is None and num_layers is not None and taps != server_default_tap_layers(num_layers):
-        yield f"`eagle_config` is missing and {shown(taps)} are not the default layers: SGLang would read the default ones"
+        yield (
+            f"`eagle_config` is missing and {shown(taps)} are not the default layers: SGLang would read the default "
+            "ones"
+        )
     if len(taps) != 3 or "num_aux_hidden_states" in raw:
         for place, section in {"config.json": raw, "transformer_layer_config": layer_section(raw)}.items():
             if section.get("num_aux_hidden_states") != len(taps):
@@ -280,8 +292,8 @@ def _check_taps(raw: Mapping[str, Any], policy_config: Any) -> Iterator[str]:
                 yield f"`num_aux_hidden_states` in {place} is {found} but there are {len(taps)} tap layers"
     if len(taps) != 3:
         yield (
-            f"{NOTE}{len(taps)} tap layers: not servers that need 3, such as vLLM and SGLang releases before they read "
-            "`num_aux_hidden_states` (0.32 and 0.5.23 do)"
+            f"{NOTE}{len(taps)} tap layers: not servers that need 3, such as vLLM and SGLang releases before they "
+            "read `num_aux_hidden_states` (0.32 and 0.5.23 do)"
         )
     if num_layers is not None and num_layers in taps:
         yield f"{NOTE}tap {num_layers} is the output of the last layer: not SGLang, which captures layer inputs only"
@@ -327,14 +339,16 @@ def _check_tensors(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
         yield "a tensor is stored twice, under its name and an older one"
     embedding = canonical.pop("embed_tokens.weight", None)
     if embedding is not None:
-        yield "extra tensor `embed_tokens.weight`: SGLang replaces it, vLLM keeps it even when the policy's has moved on"
+        yield (
+            "extra tensor `embed_tokens.weight`: SGLang replaces it, vLLM keeps it even when the policy's has moved on"
+        )
     if not all(_is_size(raw.get(key)) for key in (*SIZES, "head_dim")) or not isinstance(raw.get(TAP_KEY), list):
         return
     num_layers = num_layers_of(canonical)
     if num_layers and num_layers != raw["num_hidden_layers"]:
         yield (
-            f"`num_hidden_layers` is {raw['num_hidden_layers']} but the tensors are of {num_layers} layer(s): servers build "
-            "as many layers as the key says and leave those without tensors uninitialised"
+            f"`num_hidden_layers` is {raw['num_hidden_layers']} but the tensors are of {num_layers} layer(s): servers "
+            "build as many layers as the key says and leave those without tensors uninitialised"
         )
     config = SimpleNamespace(
         **{key: raw[key] for key in (*SIZES, "head_dim")},

@@ -105,10 +105,10 @@ class DraftTrainer:
     """
     Accumulates the draft's gradient sums and steps its optimizer.
 
-    The loss of an optimizer step is `sum_s a_s * sum_rows CE / sum_s a_s * N_s`, `a_s = decay ** s`, with sums over all
-    microbatches and ranks and `N_s` the rows of pass `s` that count. `accumulate` therefore adds up unnormalised
-    gradients, and `step` sums them over ranks, together with the counters, in one flat all-reduce before dividing. Every rank calls `accumulate` and
-    `step` equally often, with `None` where it has no tokens.
+    The loss of an optimizer step is `sum_s a_s * sum_rows CE / sum_s a_s * N_s`, `a_s = decay ** s`, with sums over
+    all microbatches and ranks and `N_s` the rows of pass `s` that count. `accumulate` therefore adds up unnormalised
+    gradients, and `step` sums them over ranks, together with the counters, in one flat all-reduce before dividing.
+    Every rank calls `accumulate` and `step` equally often, with `None` where it has no tokens.
 
     Args:
         draft ([`Eagle3DraftModel`]):
@@ -123,8 +123,8 @@ class DraftTrainer:
         num_training_steps (`int`):
             Draft steps in all, pretraining included; what decaying schedules end at.
         sharers (`ProcessGroup`, *optional*):
-            Ranks that share the optimizer's state ([`ShardedAdamW`]): those that `reduce_sum` sums over. If `None`, each
-            keeps all of it.
+            Ranks that share the optimizer's state ([`ShardedAdamW`]): those that `reduce_sum` sums over. If `None`,
+            each keeps all of it.
 
     Raises:
         ValueError: if parameters are in a half precision.
@@ -148,8 +148,8 @@ class DraftTrainer:
         dtypes = {parameter.dtype for parameter in draft.parameters()}
         if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
             raise ValueError(
-                f"The draft's parameters are {sorted(map(str, dtypes))}; AdamW updates would be lost to rounding. Load "
-                "it in float32 and set `compute_dtype` for its matmuls."
+                f"The draft's parameters are {sorted(map(str, dtypes))}; AdamW updates would be lost to rounding. "
+                "Load it in float32 and set `compute_dtype` for its matmuls."
             )
         matrices = [parameter for parameter in self.parameters if parameter.dim() > 1]
         vectors = [parameter for parameter in self.parameters if parameter.dim() <= 1]
@@ -295,8 +295,8 @@ class DraftTrainer:
 
     def state_dict(self, keep: bool = True, moments: bool = True, mid_window: bool = False) -> dict:
         """
-        Everything an exact resume needs: weights and vocabulary, moments, schedule, step counters. The same whether or not
-        ranks share the optimizer's state; if they do, all of them make this call.
+        Everything an exact resume needs: weights and vocabulary, moments, schedule, step counters. The same whether or
+        not ranks share the optimizer's state; if they do, all of them make this call.
 
         Args:
             keep (`bool`, *optional*, defaults to `True`):
@@ -329,8 +329,8 @@ class DraftTrainer:
         Restores what `state_dict` returned, vocabulary included. The settings of the optimizer stay this run's.
 
         Returns:
-            `bool`: whether the moments are the saved ones. They are fresh if the state was saved without them, or by a run
-            that trained other weights of the draft, such as none.
+            `bool`: whether the moments are the saved ones. They are fresh if the state was saved without them, or by a
+            run that trained other weights of the draft, such as none.
 
         Raises:
             ValueError: if the saved draft has another vocabulary size.

@@ -21,8 +21,8 @@ def build_schedule(
         warmup_steps (`int`):
             Steps of warmup.
         num_training_steps (`int`):
-            Steps in all, at which schedules that decay end. At least one more than `warmup_steps` is taken: without any,
-            "polynomial" divides by zero when the warmup ends.
+            Steps in all, at which schedules that decay end. At least one more than `warmup_steps` is taken: without
+            any, "polynomial" divides by zero when the warmup ends.
 
     Returns:
         `LambdaLR` or `None`: `None` where there is no such schedule, or it needs more than the number of the step.

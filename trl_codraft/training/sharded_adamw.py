@@ -56,15 +56,16 @@ def cut_weights(weights: Sequence[torch.Tensor], num_ranks: int) -> list[Piece]:
 
 class ShardedAdamW(torch.optim.AdamW):
     """
-    AdamW for weights that every rank has whole: each keeps the moments of an equal share of them, updates that and sends
-    it to the others. Torch's `ZeroRedundancyOptimizer` gives a rank whole weights, of which a draft has few large ones.
+    AdamW for weights that every rank has whole: each keeps the moments of an equal share of them, updates that and
+    sends it to the others. Torch's `ZeroRedundancyOptimizer` gives a rank whole weights, of which a draft has few
+    large ones.
 
     Its state on disk is that of `torch.optim.AdamW`, so a run goes on with another number of ranks, or without.
 
     Args:
         groups (`list[dict]`):
-            Weights and settings as for `torch.optim.AdamW`, the same on all ranks. Weights are contiguous, and all have
-            gradients, the same on all ranks, when a step is made.
+            Weights and settings as for `torch.optim.AdamW`, the same on all ranks. Weights are contiguous, and all
+            have gradients, the same on all ranks, when a step is made.
         sharers (`ProcessGroup`):
             The ranks.
         settings (`dict`, *optional*):
@@ -80,7 +81,8 @@ class ShardedAdamW(torch.optim.AdamW):
         weights = [weight for group in groups for weight in group["params"]]
         if not all(weight.is_contiguous() for weight in weights):
             raise ValueError(
-                "Some of the draft's weights are not contiguous, so they cannot be cut into shares. Call `.contiguous()`."
+                "Some of the draft's weights are not contiguous, so they cannot be cut into shares. Call "
+                "`.contiguous()`."
             )
         self.pieces = cut_weights(weights, sharers.size())
         own = [piece for piece in self.pieces if piece.owner == sharers.rank()]

@@ -2,13 +2,14 @@
 Rollouts by vLLM with the co-trained draft inside the engine.
 
 TRL builds the engine and pushes the policy into it ([`~trl.generation.vllm_generation.VLLMGeneration`]); this subclass
-gives the engine the draft, pushes the draft with every refit of the policy, and reads the acceptance that vLLM counts. A
-policy of which each rank of a pipeline has a part is pushed from there.
+gives the engine the draft, pushes the draft with every refit of the policy, and reads the acceptance that vLLM counts.
+A policy of which each rank of a pipeline has a part is pushed from there.
 
 The engine is built later than in TRL: when the draft exists, at the end of the trainer's construction. A draft in an
 engine must not share its head with the policy's: vLLM makes them one tensor when a loaded draft's head equals the
-policy's bit for bit, as a fresh draft's does, and a refit of one would then overwrite the other. So the folder that the
-engine is built from carries a head of zeros; the real weights arrive with the first refit, before the first rollout.
+policy's bit for bit, as a fresh draft's does, and a refit of one would then overwrite the other. So the folder that
+the engine is built from carries a head of zeros; the real weights arrive with the first refit, before the first
+rollout.
 """
 
 import math
@@ -47,8 +48,8 @@ from .versions import unsupported_vllm_reason
 
 # vLLM drafts a fixed number of tokens, chosen when the engine is built.
 DEFAULT_DRAFT_TOKENS = 3
-# On the CPU, vLLM's `expand_kernel` writes its result into a copy that is dropped, so drafted tokens are verified at the
-# temperature that uninitialised memory happens to hold.
+# On the CPU, vLLM's `expand_kernel` writes its result into a copy that is dropped, so drafted tokens are verified at
+# the temperature that uninitialised memory happens to hold.
 CPU_SAMPLES_WRONGLY = True
 # Sampling parameters that vLLM leaves out, with a line in its log, once it speculates.
 IGNORED_WITH_DRAFT = ("min_p", "logit_bias")
@@ -117,8 +118,8 @@ class DraftVLLMGeneration(VLLMGeneration):
         server_grace (`float`), health_interval (`float`):
             Seconds without an answer after which a server counts as dead, and between questions.
         server_patience (`float`):
-            Seconds after which a server that answers is given up: before other ranks do, so that they hear why. Never if
-            there are none.
+            Seconds after which a server that answers is given up: before other ranks do, so that they hear why. Never
+            if there are none.
     """
 
     server_grace = 60.0
@@ -170,7 +171,8 @@ class DraftVLLMGeneration(VLLMGeneration):
         elif draft is not None and server_sync == "push" and not self.server_draft["can_update"]:
             raise ValueError(
                 "The vLLM server cannot update its draft while it runs (its /openapi.json lists no "
-                "/start_draft_weight_update), so the draft would stay as it is while the policy moves. Start the server from vLLM 0.27 or later with `VLLM_SERVER_DEV_MODE=1`, or accept that "
+                "/start_draft_weight_update), so the draft would stay as it is while the policy moves. Start the "
+                "server from vLLM 0.27 or later with `VLLM_SERVER_DEV_MODE=1`, or accept that "
                 'with `draft_vllm_server_sync="static"`.'
             )
         self._draft = draft
@@ -213,8 +215,8 @@ class DraftVLLMGeneration(VLLMGeneration):
 
     def _merge_and_unmerge(self) -> None:
         """
-        What iterating over the policy does to weights that have adapters, which is to round them: without it, they would
-        drift apart between the pipeline that pushes and ranks of others that hold the same stages.
+        What iterating over the policy does to weights that have adapters, which is to round them: without it, they
+        would drift apart between the pipeline that pushes and ranks of others that hold the same stages.
         """
         deque(super()._iter_named_params(), maxlen=0)
 
@@ -270,8 +272,8 @@ class DraftVLLMGeneration(VLLMGeneration):
                 "method": "eagle3",
                 "model": folders[first],
                 "num_speculative_tokens": num_draft_tokens,
-                # vLLM's default, "greedy", accepts the draft's best guess with the policy's probability of it, far less
-                # than two similar distributions have in common at a temperature that explores.
+                # vLLM's default, "greedy", accepts the draft's best guess with the policy's probability of it, far
+                # less than two similar distributions have in common at a temperature that explores.
                 "draft_sample_method": "probabilistic",
             }
             if self.enable_sleep_mode:

@@ -62,7 +62,8 @@ def refit_tensors(draft: Eagle3DraftModel, dtype: torch.dtype) -> list[tuple[str
 
 def reshard(policy: nn.Module) -> None:
     """
-    Shards again what forwards have left whole, as one that skips the head does until a backward: TRL pushes shards only.
+    Shards again what forwards have left whole, as one that skips the head does until a backward: TRL pushes shards
+    only.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -76,7 +77,8 @@ def reshard(policy: nn.Module) -> None:
 
 def refuse_shared_weights(policy: nn.Module, draft: nn.Module) -> None:
     """
-    Checks that an engine's draft has tensors of its own, but for the token embedding, which is the policy's on purpose.
+    Checks that an engine's draft has tensors of its own, but for the token embedding, which is the policy's on
+    purpose.
 
     Args:
         policy (`torch.nn.Module`), draft (`torch.nn.Module`):
@@ -93,7 +95,8 @@ def refuse_shared_weights(policy: nn.Module, draft: nn.Module) -> None:
     ]
     if shared:
         raise RuntimeError(
-            f"vLLM made {', '.join(shared)} of the draft one with the policy's, so a refit of the draft would overwrite "
+            f"vLLM made {', '.join(shared)} of the draft one with the policy's, so a refit of the draft would "
+            "overwrite "
             'the policy. Roll out without the draft: set `speculative_rollouts="false"`.'
         )
 
@@ -136,7 +139,7 @@ class ServerFailure(RuntimeError):
 
 
 class RaisesWhenRead:
-    """In the place of a server's answer, for the ranks that it is handed on to: raises a [`ServerFailure`] on each of them."""
+    """Stands in for a server's answer where it is handed on to ranks: raises a [`ServerFailure`] on each of them."""
 
     def __init__(self, message: str):
         self.message = message
@@ -156,8 +159,8 @@ def run_while_alive(
     timeout: float,
 ) -> None:
     """
-    Waits for a server as long as it lives. A broadcast to a dead peer never returns, so the work runs in a thread of its
-    own, which is left behind in that case.
+    Waits for a server as long as it lives. A broadcast to a dead peer never returns, so the work runs in a thread of
+    its own, which is left behind in that case.
 
     Args:
         work (`Callable`):
@@ -195,13 +198,13 @@ def run_while_alive(
             silent = 0.0 if is_alive() else silent + interval
             if silent >= grace:
                 raise RuntimeError(
-                    f"The vLLM server has not answered for {silent:.0f} s while {doing}, so it is taken for dead. Start it "
-                    "again, and the run from its last checkpoint."
+                    f"The vLLM server has not answered for {silent:.0f} s while {doing}, so it is taken for dead. "
+                    "Start it again, and the run from its last checkpoint."
                 )
             if time.monotonic() - start >= timeout:
                 raise RuntimeError(
-                    f"The vLLM server was given {timeout:.0f} s while {doing}, which were not enough. Other ranks wait no "
-                    "longer either: if it is only slow, raise `ddp_timeout`."
+                    f"The vLLM server was given {timeout:.0f} s while {doing}, which were not enough. Other ranks "
+                    "wait no longer either: if it is only slow, raise `ddp_timeout`."
                 )
     if errors:
         raise errors[0]
