@@ -49,7 +49,8 @@ class StepBudget(TrainerCallback):
         if log:
             first, last = log[0], log[-1]
             self.say(
-                f"[draft] pretrained for {len(log)} updates: loss {first['draft/loss']:.2f} -> {last['draft/loss']:.2f}, "
+                f"[draft] pretrained for {len(log)} updates: "
+                f"loss {first['draft/loss']:.2f} -> {last['draft/loss']:.2f}, "
                 f"simulated accept length {first['draft/accept_length_sim']:.2f} -> "
                 f"{last['draft/accept_length_sim']:.2f}"
             )

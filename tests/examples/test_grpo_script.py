@@ -122,7 +122,9 @@ def __getattr__(name):
 
 @pytest.fixture
 def lazy_package(tmp_path, monkeypatch):
-    """A package in the working directory that makes a name when asked for it, as Transformers and TRL themselves do."""
+    """
+    A package in the working directory that makes a name when asked for it, as Transformers and TRL themselves do.
+    """
     package = tmp_path / "lazy_rewards"
     package.mkdir()
     (package / "__init__.py").write_text(LAZY)

@@ -1,7 +1,8 @@
 """
-CUDA graphs on a CPU, as strict as on a GPU: what runs in a capture is put down operator by operator with the very tensors it
-read and wrote, and a replay runs these operators on these tensors and nothing else. Python code does not run again, so
-whatever it would have decided stays as it was at the capture. Values read on the host are refused, as a capture does.
+CUDA graphs on a CPU, as strict as on a GPU: what runs in a capture is put down operator by operator with the very
+tensors it read and wrote, and a replay runs these operators on these tensors and nothing else. Python code does not
+run again, so whatever it would have decided stays as it was at the capture. Values read on the host are refused, as a
+capture does.
 
 Graphs share a memory pool: a replay overwrites everything that other graphs computed.
 """

@@ -1,6 +1,7 @@
 """
-The law of rollouts: each committed token is the most likely one of a plain forward over the text before it, and what is kept
-of it for training is what that forward computes, whatever the policy attends with and however few rows are left.
+The law of rollouts: each committed token is the most likely one of a plain forward over the text before it, and what
+is kept of it for training is what that forward computes, whatever the policy attends with and however few rows are
+left.
 """
 
 import pytest

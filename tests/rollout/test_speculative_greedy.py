@@ -208,8 +208,8 @@ def test_prefix_constraint_knows_its_row(policy):
 
     eos = allowed(0, torch.tensor([5]))[0]
     both(
-        policy, OracleDraft(policy), ids, mask, 3, max_new_tokens=12, prefix_allowed_tokens_fn=allowed, eos_token_id=eos,
-        pad_token_id=0,
+        policy, OracleDraft(policy), ids, mask, 3, max_new_tokens=12, prefix_allowed_tokens_fn=allowed,
+        eos_token_id=eos, pad_token_id=0,
     )  # fmt: skip
 
 

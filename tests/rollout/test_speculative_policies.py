@@ -137,8 +137,8 @@ def test_training_mode_is_kept(checkpointing):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_differs_only_at_ties(dtype, capsys):
     """
-    A token may differ from plain decoding only where the two most likely tokens are closer than rounding: than twice the
-    largest difference of logits between forwards of one and of several columns, measured at that very position.
+    A token may differ from plain decoding only where the two most likely tokens are closer than rounding: than twice
+    the largest difference of logits between forwards of one and of several columns, measured at that very position.
     """
     policy = family_policy("qwen3", dtype=dtype, num_hidden_layers=2)
     ids, mask = ragged_prompts([11, 2, 6, 4, 8, 3, 10, 5], seed=3)

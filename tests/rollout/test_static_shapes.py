@@ -119,8 +119,8 @@ def test_each_shape_is_recorded_once_and_replayed_from_then_on(policy, cuda_grap
     output = generated(policy, random_draft(policy), True, ids, mask, **call)
     rounds = output.stats.policy_forwards - 1
     assert rounds > 30
-    # Per round one policy forward, one reading of true rows (the prompt's is not recorded), one score, two chained steps; in
-    # the last rounds, which may draft 2, 1 and 0 tokens, fewer.
+    # Per round one policy forward, one reading of true rows (the prompt's is not recorded), one score, two chained
+    # steps; in the last rounds, which may draft 2, 1 and 0 tokens, fewer.
     assert len(cuda_graphs) <= 4 + 4 + 1 + 1
     calls = sum(graph.replays + 1 for graph in cuda_graphs)
     assert 5 * rounds - 10 <= calls <= 5 * rounds

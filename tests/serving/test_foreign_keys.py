@@ -248,8 +248,8 @@ OF_THE_TOP = {
     "speculators_config": {"algorithm": "peagle"}, "speculators_model_type": "peagle",
 }  # fmt: skip
 OF_THE_LAYER = {
-    "attention_bias": True, "mlp_bias": True, "bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-2, "rope_theta": 5.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "attention_bias": True, "mlp_bias": True, "bias": True, "hidden_act": "gelu",
+    "rms_norm_eps": 1e-2, "rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }  # fmt: skip
 
 

@@ -179,8 +179,8 @@ def require_same(group: dist.ProcessGroup, settings: dict[str, object], required
     if differences:
         more = f"; and {len(differences) - NAMED_SETTINGS} more settings" if len(differences) > NAMED_SETTINGS else ""
         raise ValueError(
-            f"Ranks disagree: {'; '.join(differences[:NAMED_SETTINGS])}{more}. They would wait for each other or compute "
-            "what does not belong together: start all of them with the same values."
+            f"Ranks disagree: {'; '.join(differences[:NAMED_SETTINGS])}{more}. They would wait for each other or "
+            "compute what does not belong together: start all of them with the same values."
         )
 
 

@@ -150,8 +150,8 @@ class TapRecorder:
         # Reentrant checkpointing recomputes with the record already closed, so a second arrival is a second forward.
         if layer in self._record._by_layer:
             raise RuntimeError(
-                f"Tap {layer} arrived twice in one record: the policy's backbone ran more than once per loss, or runs its "
-                "layers in a loop, of which a draft would see one turn. Set `use_draft=False` for a policy that loops."
+                f"Tap {layer} arrived twice in one record: the policy's backbone ran more than once per loss, or runs "
+                "its layers in a loop, of which a draft would see one turn. Set `use_draft=False` for such a policy."
             )
         self._record._by_layer[layer] = hidden.detach()
 

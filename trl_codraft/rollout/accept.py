@@ -1,10 +1,11 @@
 """
 The acceptance rule: which drafted tokens a round keeps, so that the committed tokens follow the policy's distribution
-exactly, whatever the draft (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2).
+exactly, whatever the draft (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm
+2).
 
-A token drawn from `q` is accepted when `u * q < p`, with `u` uniform in `[0, 1)`: with probability `min(1, p / q)`. The
-first refusal ends the block, and the token there is drawn from `norm(max(p - q, 0))`. If all are accepted, one more is
-drawn from `p`. A position then holds token `x` with probability
+A token drawn from `q` is accepted when `u * q < p`, with `u` uniform in `[0, 1)`: with probability `min(1, p / q)`.
+The first refusal ends the block, and the token there is drawn from `norm(max(p - q, 0))`. If all are accepted, one
+more is drawn from `p`. A position then holds token `x` with probability
 `min(p(x), q(x)) + (1 - sum min(p, q)) * max(p(x) - q(x), 0) / sum max(p - q, 0) = p(x)`.
 
 Shapes: `B` rows, `k` drafted tokens, `V` policy vocabulary, `Vq` the vocabulary drafts are drawn from (the policy's or
@@ -66,7 +67,8 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) 
     there, which takes as long as several layers of a small policy.
 
     Raises:
-        RuntimeError: on a CPU if a row holds NaN, infinity or nothing but zeros; on a GPU `multinomial` fails by itself.
+        RuntimeError: on a CPU if a row holds NaN, infinity or nothing but zeros; on a GPU `multinomial` fails by
+        itself.
     """
     if probabilities.device.type != "cpu":
         return torch.multinomial(probabilities, num_samples=1, generator=generator).squeeze(-1)
@@ -149,10 +151,10 @@ def draft_distribution(scores: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
     """
     Returns the draft's distribution after the processors.
 
-    A row that the processors left without any token (a constraint that allows only tokens outside the draft's vocabulary)
-    gets the distribution before them, and a draft whose scores are not numbers the uniform one: any distribution is
-    lossless if tokens are drawn from the one that is later compared with the policy's, so a broken draft costs speed and
-    nothing else.
+    A row that the processors left without any token (a constraint that allows only tokens outside the draft's
+    vocabulary) gets the distribution before them, and a draft whose scores are not numbers the uniform one: any
+    distribution is lossless if tokens are drawn from the one that is later compared with the policy's, so a broken
+    draft costs speed and nothing else.
 
     Args:
         scores (`torch.FloatTensor` of shape `(B, Vq)`):

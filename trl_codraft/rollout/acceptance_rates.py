@@ -77,11 +77,12 @@ class AcceptanceRecord:
         if rate < LOW and self._peak >= GOOD:
             logger.warning(
                 "Acceptance of the draft has collapsed: the policy keeps %.0f%% of first drafted tokens, after %.0f%% "
-                "at best. Rollouts are still exact, but the draft no longer speeds them up. Likely causes: the draft's "
-                "weights were replaced, reset or not loaded on resume; the policy's weights, adapter or quantisation "
-                "changed under it (or took a very large step); the taps are those of other layers; or a new sampling "
-                "constraint excludes what the draft proposes. Compare `draft/accept_length_sim` of training with "
-                "`rollout/accept_length`: if the first is good, the rollout reads other weights than training.",
+                "at best. Rollouts are still exact, but the draft no longer speeds them up. Likely causes: the "
+                "draft's weights were replaced, reset or not loaded on resume; the policy's weights, adapter or "
+                "quantisation changed under it (or took a very large step); the taps are those of other layers; or a "
+                "new sampling constraint excludes what the draft proposes. Compare `draft/accept_length_sim` of "
+                "training with `rollout/accept_length`: if the first is good, the rollout reads other weights than "
+                "training.",
                 100 * rate,
                 100 * self._peak,
             )

@@ -2,8 +2,9 @@
 Puts the loop behind `generate`, in the place of Transformers' own decoding methods.
 
 `generate` merges the settings of the call, its configuration and the model, prepares processors and criteria, and then
-calls a method of the model's class. Whatever was stored with the model or put around `generate` has been applied by then:
-the method gets exactly what would have been decoded, and no extra argument has to come through wrappers that may drop it.
+calls a method of the model's class. Whatever was stored with the model or put around `generate` has been applied by
+then: the method gets exactly what would have been decoded, and no extra argument has to come through wrappers that may
+drop it.
 """
 
 import copy
@@ -54,8 +55,8 @@ def decoding_by(
     """
     Decodes in place of Transformers while it is entered, for one policy and in this thread.
 
-    The policy gets a class of its own, derived from the one it has, and its old class back at the end. Other policies of the
-    class, copies made meanwhile and calls from other threads decode as always.
+    The policy gets a class of its own, derived from the one it has, and its old class back at the end. Other policies
+    of the class, copies made meanwhile and calls from other threads decode as always.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):
@@ -63,8 +64,8 @@ def decoding_by(
         examine (`Callable`):
             Called with each configuration when it has been merged.
         decode (`Callable`):
-            Called as `decode(plain, input_ids, **arguments)`: `plain` is the method that would have run, `arguments` are
-            what it would have got, by name.
+            Called as `decode(plain, input_ids, **arguments)`: `plain` is the method that would have run, `arguments`
+            are what it would have got, by name.
 
     Raises:
         RuntimeError: if another thread decodes with this policy.
@@ -74,8 +75,8 @@ def decoding_by(
     # Copies made meanwhile carry the mark, but not the id.
     if entered is not None and entered[0] == id(policy) and entered[1] != owner:
         raise RuntimeError(
-            f"Another thread is generating speculatively with this {own.__name__}, whose taps are recorded for one call at a "
-            "time. Call `generate` from one thread, or give each thread a policy of its own."
+            f"Another thread is generating speculatively with this {own.__name__}, whose taps are recorded for one "
+            "call at a time. Call `generate` from one thread, or give each thread a policy of its own."
         )
 
     policy.__class__ = _derived_class(own, owner, examine, decode)
@@ -133,8 +134,8 @@ def reason_of_generate(
     policy: PreTrainedModel, generate: Callable, generation_config: GenerationConfig, training: bool
 ) -> str | None:
     """
-    Finds out why calls of a `generate` cannot be served speculatively, by calling it: it runs until it would decode, and
-    decodes nothing.
+    Finds out why calls of a `generate` cannot be served speculatively, by calling it: it runs until it would decode,
+    and decodes nothing.
 
     Args:
         policy ([`~transformers.PreTrainedModel`]):

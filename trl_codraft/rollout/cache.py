@@ -38,7 +38,8 @@ class RaggedCache(Cache):
         super().__init__(layers=[])
         self.num_rows = num_rows
         self._spare_rows = spare_rows
-        # Of the buffers, also where a layer first writes when rows have left: forwards are padded to more than are left.
+        # Of the buffers, also where a layer first writes when rows have left: forwards are padded to more than are
+        # left.
         self._buffer_rows = num_rows + spare_rows
         self.max_slots = max_slots
         self.capacity = max(1, min(max_slots, initial_slots if initial_slots is not None else max_slots))
@@ -78,7 +79,9 @@ class RaggedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes one layer's `(B, Hkv, q, D)` keys and values; returns views `(B, Hkv, kv, D)` of all visible slots."""
+        """
+        Writes one layer's `(B, Hkv, q, D)` keys and values; returns views `(B, Hkv, kv, D)` of all visible slots.
+        """
         if layer_idx not in self._buffers:
             self._buffers[layer_idx] = (self._allocate(key_states), self._allocate(value_states))
         views = []
@@ -123,8 +126,9 @@ class RaggedCache(Cache):
         self.num_rows = len(order)
         return order
 
-    # What models ask, mask functions above all. Rows that end at different slots have no common answer and get a mask of
-    # their own with the forward; the answers are those of the row that ends last, and of all rows where no mask is given.
+    # What models ask, mask functions above all. Rows that end at different slots have no common answer and get a mask
+    # of their own with the forward; the answers are those of the row that ends last, and of all rows where no mask is
+    # given.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots of a layer that are filled: those before the announced columns until the layer has written them."""
@@ -172,7 +176,10 @@ class RaggedCache(Cache):
 
     @property
     def key_dtype(self) -> torch.dtype:
-        """Dtype of the keys, known once a layer has written (by another name than that of tensors, which accelerate casts)."""
+        """
+        Dtype of the keys, known once a layer has written (by another name than that of tensors, which accelerate
+        casts).
+        """
         return next(iter(self._buffers.values()))[0].dtype
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
@@ -226,8 +233,8 @@ def causal_mask(slots: torch.Tensor, visible: int, window: int | None = None) ->
 
 class CausalMask:
     """
-    What [`causal_mask`] returns, for the columns that are asked for: the mask of all columns of a long prompt at once takes
-    memory that grows with the square of its length.
+    What [`causal_mask`] returns, for the columns that are asked for: the mask of all columns of a long prompt at once
+    takes memory that grows with the square of its length.
 
     Args:
         slots (`torch.LongTensor` of shape `(B, q)`):
@@ -273,7 +280,8 @@ class PolicyMasks:
         """
         `(B, 1, q, kv)` mask, or one per layer type for policies whose layers differ: boolean, or to be added in
         `dtype`, which eager attention always wants. While the policy attends by
-        [`~rollout.decode_attention.decode_attention`], the mask carries its copy for grouped heads, one for all layers.
+        [`~rollout.decode_attention.decode_attention`], the mask carries its copy for grouped heads, one for all
+        layers.
         """
         if not self._layer_types:
             return self._form(causal_mask(slots, visible, self._window), dtype, additive)

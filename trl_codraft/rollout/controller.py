@@ -43,12 +43,10 @@ class Round:
     What the loop reports about a finished round.
 
     Attributes:
-        active_rows (`int`): rows that took part.
-        drafted (`list[int]`): drafted tokens of each row.
-        kept (`list[int]`): how many of them the verification kept.
-        committed (`int`): tokens committed, over all rows.
-        seconds (`float`): time of the round.
-        unusual (`bool`): whether it took longer than such rounds do, because the draft had to read more than the previous
+        active_rows (`int`): rows that took part. drafted (`list[int]`): drafted tokens of each row. kept
+        (`list[int]`): how many of them the verification kept. committed (`int`): tokens committed, over all rows.
+        seconds (`float`): time of the round. unusual (`bool`): whether it took longer than such rounds do, because the
+        draft had to read more than the previous
             round's tokens, or because forwards were recorded.
     """
 
@@ -300,7 +298,9 @@ class DraftLengthController:
         self._rows[bucket].ratios.setdefault(of, _Ratio()).add(sample, COST_WEIGHT)
 
     def _compare_with_plain(self, promised: float, finished: Round) -> None:
-        """Adds a round of which a speed-up was promised to the report, as soon as the time of a plain step is known."""
+        """
+        Adds a round of which a speed-up was promised to the report, as soon as the time of a plain step is known.
+        """
         self._unreported.append((finished.seconds, finished.committed / finished.active_rows, promised))
         if self._level.count:
             for seconds, tokens, gain in self._unreported:

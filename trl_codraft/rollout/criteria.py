@@ -22,8 +22,8 @@ class PositionwiseCriteria:
     """
     The stopping criteria that `generate` prepared, applied to blocks of tokens.
 
-    The length limit becomes a budget and EOS a comparison; every other criterion is called as `generate` calls it, with
-    all columns up to the token in question, left pads included, for the rows that have a token there.
+    The length limit becomes a budget and EOS a comparison; every other criterion is called as `generate` calls it,
+    with all columns up to the token in question, left pads included, for the rows that have a token there.
 
     Args:
         criteria ([`~transformers.StoppingCriteriaList`]):

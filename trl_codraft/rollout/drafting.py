@@ -1,8 +1,8 @@
 """
 The draft's side of a rollout: its cache of true rows, and the chain of tokens it proposes from the newest one.
 
-Draft row `r` reads the taps of policy position `r` and the token at `r + 1`, sits at RoPE position `r` and predicts the
-token at `r + 2`. Rows with true taps form the trunk. The chain leaves it at the newest row and feeds on its own
+Draft row `r` reads the taps of policy position `r` and the token at `r + 1`, sits at RoPE position `r` and predicts
+the token at `r + 2`. Rows with true taps form the trunk. The chain leaves it at the newest row and feeds on its own
 outputs; its keys take the slots behind the trunk, where the true rows overwrite them after the verification.
 
 Shapes: `n` active rows, `q` columns, `F` concatenated tap width, `H` draft hidden size, `V` / `Vd` policy / draft

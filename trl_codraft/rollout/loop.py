@@ -175,8 +175,8 @@ class Rollout:
 
     def _read_prompts(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """
-        Reads the prompts, in one forward or two: fp32 scores `(B, V)` of the first token, hidden states as `_read` returns
-        them, and the positions `(B, c)` of their columns.
+        Reads the prompts, in one forward or two: fp32 scores `(B, V)` of the first token, hidden states as `_read`
+        returns them, and the positions `(B, c)` of their columns.
         """
         ids = self.sequences[:, : self.prompt_columns].tolist()
         prompts = [tuple(compress(*row)) for row in zip(ids, self.call.attention_mask.tolist(), strict=True)]
@@ -249,14 +249,18 @@ class Rollout:
         self.controller.observe(Round(active, counts, kept_host, sum(committed), seconds, unusual))
 
     def _draft_count(self, k: int, length: int, pads: int) -> int:
-        """Draft tokens for a row: within its budget (one token always comes from the policy) and the draft's context."""
+        """
+        Draft tokens for a row: within its budget (one token always comes from the policy) and the draft's context.
+        """
         if self.drafting is None:
             return 0
         budget = k if self.call.counts_overrun else self.criteria.max_length - length - 1
         return max(0, min(k, budget, self.drafting.room(length - pads)))
 
     def _draft(self, counts: list[int], rows: torch.Tensor, lengths: torch.Tensor) -> accept.Drafts:
-        """Drafted tokens `(n, w)`, written into the buffer, with the distributions they came from if they are drawn."""
+        """
+        Drafted tokens `(n, w)`, written into the buffer, with the distributions they came from if they are drawn.
+        """
         # Processors that look at token ids need the policy's vocabulary, the others do their work on the draft's own.
         vocab = self.drafting.vocab if self.rule.processors.id_free else None
         choices, distributions = [], []
@@ -338,7 +342,9 @@ class Rollout:
         return logits, *record.taps, record.last_hidden
 
     def _hand_over(self, hidden, rows, next_ids, positions, longest: int) -> bool:
-        """Gives the hidden states of true rows (positions >= 0) to the draft, which may read them now, and to the trace."""
+        """
+        Gives the hidden states of true rows (positions >= 0) to the draft, which may read them now, and to the trace.
+        """
         if not hidden:
             return False
         *taps, last_hidden = hidden
@@ -376,7 +382,9 @@ class Rollout:
         self.pads = [self.pads[old] for old in order]
 
     def _leaving(self) -> list[bool]:
-        """Which active rows leave: stopped ones, or, where nothing pads them, all at once when the last has stopped."""
+        """
+        Which active rows leave: stopped ones, or, where nothing pads them, all at once when the last has stopped.
+        """
         if self.criteria.has_eos:
             return [self.stopped[row] is not None for row in self.rows]
         if any(stop is None for stop in self.stopped):

@@ -197,8 +197,9 @@ def unsupported_processor(processors: list[LogitsProcessor]) -> str | None:
         # The exact type: a subclass may override `__call__` with anything.
         if type(processor) not in ADAPTERS:
             return (
-                f"the logits processor {type(processor).__name__} is not one that the loop evaluates at several positions at "
-                "once (guidance, watermarks and custom classes may keep state between calls, which that would corrupt)."
+                f"the logits processor {type(processor).__name__} is not one that the loop evaluates at several "
+                "positions at once (guidance, watermarks and custom classes may keep state between calls, which "
+                "that would corrupt)."
             )
     return None
 

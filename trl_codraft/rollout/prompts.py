@@ -3,8 +3,8 @@ How a batch of prompts is read: what rows have in common once, and few pads.
 
 GRPO rolls every prompt out several times, and prompts begin with the same system prompt, tools or examples. Equal
 prompts are read as one. Where it saves enough, a first forward reads the beginnings of prompts, equal ones once, and a
-second one what follows. Short prompts have all but their last token read in the first, so that they do not wait as pads
-beside long ones. Afterwards the cache holds what it would hold if every row had been read by itself.
+second one what follows. Short prompts have all but their last token read in the first, so that they do not wait as
+pads beside long ones. Afterwards the cache holds what it would hold if every row had been read by itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +31,9 @@ def refuse_empty_prompts(lengths: Sequence[int]) -> None:
     empty = [index for index, length in enumerate(lengths) if not length]
     if empty:
         raise ValueError(
-            f"Prompt {empty[0]} of this batch of {len(lengths)} is empty ({len(empty)} in all): its text, its chat template "
-            "or what truncates it leaves no token. Drop such rows from the dataset, or have the tokenizer add a BOS token."
+            f"Prompt {empty[0]} of this batch of {len(lengths)} is empty ({len(empty)} in all): its text, its chat "
+            "template or what truncates it leaves no token. Drop such rows from the dataset, or have the tokenizer "
+            "add a BOS token."
         )
 
 
@@ -89,7 +90,8 @@ def prompt_blocks(prompts: Sequence[Tokens], min_saved_tokens: float) -> list[Pr
             How many tokens, pads included, a second forward has to save.
 
     Returns:
-        `list[PromptBlock]`: in the order in which they have to be read. The last one ends with each prompt's last token.
+        `list[PromptBlock]`: in the order in which they have to be read. The last one ends with each prompt's last
+        token.
     """
     distinct, rows = _numbered(prompts)
     cut = _best_cut(distinct, min_saved_tokens)
@@ -113,7 +115,8 @@ def _best_cut(prompts: list[Tokens], min_saved: float) -> int:
     lengths = [len(prompt) for prompt in ordered]
     shared = [0, *(_common_length(one, other) for one, other in zip(ordered, ordered[1:], strict=False))]
     _, wholes = _numbered(prompt[:-1] for prompt in ordered)
-    # Read at once, prompts of one length need no mask, which outweighs little that is shared (benchmarks/prompt_reading.py).
+    # Read at once, prompts of one length need no mask, which outweighs little that is shared
+    # (benchmarks/prompt_reading.py).
     least = max(lengths) / 2 if len(set(lengths)) == 1 else 0
     best = 0
     # Between these lengths the number of beginnings is the same, so that the longest saves most.
@@ -128,8 +131,8 @@ def _best_cut(prompts: list[Tokens], min_saved: float) -> int:
 
 def _num_beginnings(lengths: list[int], shared: list[int], wholes: list[int], cut: int) -> int:
     """
-    Distinct beginnings of sorted prompts, of which each shares `shared` tokens with the one before it and is number `whole`
-    without its last token.
+    Distinct beginnings of sorted prompts, of which each shares `shared` tokens with the one before it and is number
+    `whole` without its last token.
     """
     count, common, short = 0, 0, set()
     for length, same, whole in zip(lengths, shared, wholes, strict=True):

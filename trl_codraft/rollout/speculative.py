@@ -61,8 +61,8 @@ class SpeculativeDecoder:
         recorder ([`TapRecorder`], *optional*):
             A recorder of the draft's tap layers that already hangs on the policy; one is made otherwise.
         counts_overrun (`bool`, *optional*, defaults to `False`):
-            Whether a row's last block is drafted and counted in full, with what lies behind EOS or the length limit, as
-            inference servers do. The sequences are the same.
+            Whether a row's last block is drafted and counted in full, with what lies behind EOS or the length limit,
+            as inference servers do. The sequences are the same.
         cuda_graphs (`bool`, *optional*, defaults to `False`):
             Whether forwards behind the prompt are recorded as CUDA graphs: see [`~rollout.static_shapes.StaticSteps`].
 
@@ -98,7 +98,8 @@ class SpeculativeDecoder:
         vocab_size = policy.config.get_text_config().vocab_size
         if draft.config.vocab_size != vocab_size:
             raise ValueError(
-                f"The draft was made for a vocabulary of {draft.config.vocab_size} tokens, the policy has {vocab_size}. "
+                f"The draft was made for a vocabulary of {draft.config.vocab_size} tokens, the policy has "
+                f"{vocab_size}. "
                 "Use a draft of this policy, or resize neither after creating it."
             )
         if recorder is not None and list(recorder.tap_layers) != list(draft.config.tap_layers):
@@ -192,8 +193,8 @@ class SpeculativeDecoder:
         """How the forwards of one call run."""
         if self._cuda_graphs and synced_gpus:
             raise ValueError(
-                "CUDA graphs read weights where they lay when they were recorded, and a sharded policy gathers them anew "
-                "in each forward. Set `rollout_cuda_graphs=False`."
+                "CUDA graphs read weights where they lay when they were recorded, and a sharded policy gathers them "
+                "anew in each forward. Set `rollout_cuda_graphs=False`."
             )
         return steps_for(self.policy.device, self._cuda_graphs)
 
@@ -315,8 +316,8 @@ def speculative_generate(
         attention_mask (`torch.LongTensor` of shape `(B, P)`, *optional*):
             Zero at pads. Inferred as in `generate` if absent.
         num_draft_tokens (`int` or `str`, *optional*, defaults to `"auto"`):
-            Tokens drafted per verification, see [`SpeculativeDecoder`]. 0 decodes plainly in the same loop and never asks
-            the draft: the baseline of a comparison.
+            Tokens drafted per verification, see [`SpeculativeDecoder`]. 0 decodes plainly in the same loop and never
+            asks the draft: the baseline of a comparison.
         generator (`torch.Generator`, *optional*):
             Source of randomness, the global one by default.
         counts_overrun (`bool`, *optional*, defaults to `False`):
@@ -343,8 +344,8 @@ def speculative_generate(
     if is_peft_model(policy):
         if policy.active_peft_config.is_prompt_learning:
             raise ValueError(
-                f"{policy.active_peft_config.peft_type} prepends virtual tokens, so hidden states and tokens no longer "
-                "line up. Use LoRA to speculate."
+                f"{policy.active_peft_config.peft_type} prepends virtual tokens, so hidden states and tokens no "
+                "longer line up. Use LoRA to speculate."
             )
         base = policy.get_base_model()
     reason = unsupported_reason(base)

@@ -1,9 +1,9 @@
 """
 How the forwards of decoding rounds run: as they come, or in a few fixed shapes that are recorded as CUDA graphs.
 
-On a GPU a small forward takes longer to launch than to compute, and speculation adds small forwards. A graph launches all
-kernels of a forward at once, but only with the shapes and the addresses it was recorded with. So rows, columns and slots
-are padded up to a few sizes, inputs are copied to where the recording read them, and caches never move.
+On a GPU a small forward takes longer to launch than to compute, and speculation adds small forwards. A graph launches
+all kernels of a forward at once, but only with the shapes and the addresses it was recorded with. So rows, columns and
+slots are padded up to a few sizes, inputs are copied to where the recording read them, and caches never move.
 
 Shapes: `n` rows, `q` columns.
 """
@@ -69,8 +69,8 @@ class StaticSteps(LiveSteps):
 
     Args:
         record (`Callable`):
-            Called with a step that has just run, its inputs and its outputs; returns a callable that takes inputs of the
-            same shapes and returns such outputs, such as [`CudaGraphs`].
+            Called with a step that has just run, its inputs and its outputs; returns a callable that takes inputs of
+            the same shapes and returns such outputs, such as [`CudaGraphs`].
 
     Attributes:
         just_recorded (`bool`):
@@ -118,7 +118,8 @@ class CudaGraphs:
         Records a step that has just run.
 
         Raises:
-            RuntimeError: if it does what a graph cannot hold. CUDA's random numbers may be unusable in this process then.
+            RuntimeError: if it does what a graph cannot hold. CUDA's random numbers may be unusable in this process
+            then.
         """
         held = tuple(tensor.clone() for tensor in inputs)
         results = tuple(self._place(index, tensor) for index, tensor in enumerate(outputs))
@@ -161,7 +162,8 @@ class CudaGraphs:
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """
     Where a device records. PyTorch's own is on the device of the first capture in the process, whatever runs later; on
-    another device than that of its kernels a graph stays empty. One for all rollouts, because cuBLAS keeps memory for each.
+    another device than that of its kernels a graph stays empty. One for all rollouts, because cuBLAS keeps memory for
+    each.
     """
     return torch.cuda.Stream(device)
 

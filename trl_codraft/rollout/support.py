@@ -1,9 +1,10 @@
 """
 Where speculation is off, and why.
 
-Two kinds of reasons: a policy whose attention or cache the loop cannot drive (`unsupported_reason(policy)`), and a call that
-asks for something the loop cannot honour (`refused_reason`, and `call_reason` for all that `generate` has prepared). Trainers
-roll out plainly then, and say so; `speculative_generate` raises, because silently generating something else would be worse.
+Two kinds of reasons: a policy whose attention or cache the loop cannot drive (`unsupported_reason(policy)`), and a
+call that asks for something the loop cannot honour (`refused_reason`, and `call_reason` for all that `generate` has
+prepared). Trainers roll out plainly then, and say so; `speculative_generate` raises, because silently generating
+something else would be worse.
 """
 
 import inspect
@@ -85,11 +86,12 @@ def refused_reason(config: GenerationConfig, **arguments) -> str | None:
         )
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant"):
         if getattr(config, name) not in (None, False):
-            return f"`{name}={getattr(config, name)!r}` is another way of drafting. Unset it: the rollout has its own draft."
+            value = getattr(config, name)
+            return f"`{name}={value!r}` is another way of drafting. Unset it: the rollout has its own draft."
     if config.cache_implementation not in (None, "dynamic", "hybrid"):
         return (
-            f"`cache_implementation={config.cache_implementation!r}` (static, quantized, offloaded or paged) cannot hold "
-            "rows of different lengths. Unset it."
+            f"`cache_implementation={config.cache_implementation!r}` (static, quantized, offloaded or paged) cannot "
+            "hold rows of different lengths. Unset it."
         )
     for name, advice in UNSUPPORTED_SETTINGS.items():
         neutral = (None, False, 1) if name in FACTORS else (None, False, 0)
@@ -156,8 +158,8 @@ def _architecture_reason(policy: PreTrainedModel) -> str | None:
     kinds = other_layer_types(config)
     if kinds:
         return (
-            f"{type(policy).__name__} has layers of type {kinds}, whose cache cannot roll back rejected tokens (linear "
-            "attention and state-space layers keep one running state) or is not a plain key/value cache."
+            f"{type(policy).__name__} has layers of type {kinds}, whose cache cannot roll back rejected tokens "
+            "(linear attention and state-space layers keep one running state) or is not a plain key/value cache."
         )
     # `_is_stateful` is Transformers' own mark of models whose state cannot return to an earlier token.
     if policy._is_stateful or not policy._supports_default_dynamic_cache():
@@ -168,19 +170,19 @@ def _architecture_reason(policy: PreTrainedModel) -> str | None:
         return f"{type(policy).__name__} decodes by a method of its own, which the speculative loop would replace."
     if "position_ids" not in inspect.signature(policy.forward).parameters:
         return (
-            f"{type(policy).__name__} takes no `position_ids` but counts columns, which differ from positions where rows "
-            "have different lengths."
+            f"{type(policy).__name__} takes no `position_ids` but counts columns, which differ from positions where "
+            "rows have different lengths."
         )
     if not (policy._supports_sdpa or policy._supports_attention_backend):
         return (
-            f"{type(policy).__name__} attends by code of its own, which is not known to take the masks and the cache that "
-            "rows of different lengths need."
+            f"{type(policy).__name__} attends by code of its own, which is not known to take the masks and the cache "
+            "that rows of different lengths need."
         )
     window = getattr(config, "sliding_window", None)
     if window is not None and not getattr(config, "layer_types", None) and not _masks_windows(policy):
         return (
-            f"the configuration says `sliding_window={window}`, which {type(policy).__name__} is not known to apply. Set it "
-            "to None there if all layers see the whole text."
+            f"the configuration says `sliding_window={window}`, which {type(policy).__name__} is not known to apply. "
+            "Set it to None there if all layers see the whole text."
         )
     return None
 
@@ -196,7 +198,7 @@ def _attention_reason(policy: PreTrainedModel) -> str | None:
     implementation = policy.config.get_text_config()._attn_implementation
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         return (
-            f"attention implementation {implementation!r} cannot take the 4D mask that rows of different lengths need. "
-            "Set `attn_implementation='sdpa'` in `model_init_kwargs` to speculate."
+            f"attention implementation {implementation!r} cannot take the 4D mask that rows of different lengths "
+            "need. Set `attn_implementation='sdpa'` in `model_init_kwargs` to speculate."
         )
     return None

@@ -4,7 +4,8 @@ What the policy computed while it rolled out: taps and last hidden state of ever
 A rollout's verification forwards are forwards of the policy over the very tokens that the draft then learns from, so
 training on them needs no forward of its own.
 
-Shapes: `B` rows of the prompt batch, `n` active rows, `q` columns, `F` concatenated tap width, `Ht` policy hidden size.
+Shapes: `B` rows of the prompt batch, `n` active rows, `q` columns, `F` concatenated tap width, `Ht` policy hidden
+size.
 """
 
 import torch

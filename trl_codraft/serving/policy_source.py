@@ -58,13 +58,13 @@ class PolicySource:
         base = _read_object(Path(found)).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise ValueError(
-                f"{name} holds an adapter whose {ADAPTER_FILE} names no base model. Write its folder or repository there "
-                "as `base_model_name_or_path`."
+                f"{name} holds an adapter whose {ADAPTER_FILE} names no base model. Write its folder or repository "
+                "there as `base_model_name_or_path`."
             )
         if _is_path(base) and not os.path.isdir(base):
             raise ValueError(
-                f"{name} holds an adapter of the model in {base}, which is not there. Write its folder or repository into "
-                f"{ADAPTER_FILE} as `base_model_name_or_path`."
+                f"{name} holds an adapter of the model in {base}, which is not there. Write its folder or repository "
+                f"into {ADAPTER_FILE} as `base_model_name_or_path`."
             )
         return cls(name, base)
 

@@ -240,8 +240,8 @@ ROPE_READ = frozenset(
         *("truncate", "short_factor", "long_factor"),
     )
 )
-# What other places than its own must not say otherwise: read at top level, and read from the layer's section if there is one.
-# Not among these: names of classes, which configurations of models bring along, and what the tensors decide.
+# What other places than its own must not say otherwise: read at top level, and read from the layer's section if there
+# is one. Not among these: names of classes, which configurations of models bring along, and what the tensors decide.
 OF_THE_TOP = frozenset(
     (
         *("draft_vocab_size", "target_hidden_size", "target_num_hidden_layers", "use_aux_norm", "eagle_config"),

@@ -338,8 +338,8 @@ def refuse_to_overwrite_policy(folder: Path) -> None:
     is_draft = "speculators_model_type" in config or any("Eagle" in name for name in config.get("architectures") or ())
     if (folder / "adapter_config.json").is_file() or (config and not is_draft):
         raise ValueError(
-            f"{folder} holds a policy, whose files a draft would replace. Write the draft into a folder of its own, such "
-            f"as {folder / 'draft'}."
+            f"{folder} holds a policy, whose files a draft would replace. Write the draft into a folder of its own, "
+            f"such as {folder / 'draft'}."
         )
 
 
