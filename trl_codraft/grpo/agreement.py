@@ -69,7 +69,7 @@ MAY_DIFFER = {
         "local_rank",
     },
 }
-# Of configurations of models: where they were loaded from, and by which release.
+# Fields of a model's configuration that say where it was loaded from, and by which release.
 ORIGIN = ("_name_or_path", "name_or_path", "base_model_name_or_path", "transformers_version", "peft_version")
 
 
@@ -79,7 +79,7 @@ def common_settings(args: GRPOConfig) -> dict[str, Any]:
 
     Args:
         args ([`~trl.GRPOConfig`]):
-            Of any class that has it as a base.
+            The configuration, of any class that has this base.
 
     Returns:
         `dict[str, Any]`: every field but those of `MAY_DIFFER`, as plain values.
@@ -182,7 +182,7 @@ def _many_ranks() -> bool:
 
 
 def _policy_parts(model: nn.Module, whole: bool) -> dict[str, Any]:
-    """Of a policy, what its configuration says and, if the rank holds all of it, which parameters it has."""
+    """Describes a policy by its configuration and, if the rank holds all of it, its parameters."""
     policy: PreTrainedModel = base_policy(model)
     adapters = model.peft_config if is_peft_model(model) else {}
     parts = {

@@ -1,4 +1,4 @@
-"""From the trainer's configuration to a draft model and what trains it."""
+"""Builds a draft, and the arguments of its training, from the trainer's configuration."""
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ def build_draft(
     args: CoDraftGRPOConfig, policy: PreTrainedModel, source: str | Eagle3DraftModel | None
 ) -> Eagle3DraftModel:
     """
-    The draft that a run starts with, with fp32 weights.
+    Builds or loads the draft that a run starts with, with fp32 weights.
 
     Args:
         args ([`CoDraftGRPOConfig`]):
@@ -53,7 +53,7 @@ def build_draft(
 def config_of_draft(
     args: CoDraftGRPOConfig, policy: PreTrainedModel, source: str | Eagle3DraftModel | None
 ) -> Eagle3DraftConfig:
-    """The configuration of what [`build_draft`] builds of the same arguments."""
+    """Returns the configuration of the draft that [`build_draft`] builds of the same arguments."""
     if isinstance(source, str):
         return read_draft_config(source, policy.config.get_text_config())
     return fresh_config(args, policy) if source is None else source.config

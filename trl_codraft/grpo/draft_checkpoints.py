@@ -288,6 +288,6 @@ class DraftCheckpoints:
         self.controller.load_state_dict(state["controller"])
 
     def _warn(self, text: str) -> None:
-        """What all ranks have found alike, said by one."""
+        """Warns on one rank of a finding that all ranks share."""
         if self.run.is_world_process_zero():
             logger.warning(text)

@@ -29,7 +29,7 @@ from .support import require_averaged_gradients
 
 @dataclass
 class _Scored:
-    """The policy's scores of one member's microbatch, without graph, and how the microbatch was split."""
+    """Keeps the policy's scores of one member's microbatch, without graph, and how the microbatch was split."""
 
     scores: Scores | None = None
     packed: Any = None

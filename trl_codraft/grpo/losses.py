@@ -1,6 +1,6 @@
 """
-Where the policy's losses and log-probs come from: this rank alone (here), a group of ranks (`grouped_losses.py`), or a
-pipeline (`pipelined_losses.py`). The trainer holds one of the three and asks it; TRL's own loss code runs in all of
+Computes the policy's losses and log-probs on this rank alone (here), in a group of ranks (`grouped_losses.py`), or in
+a pipeline (`pipelined_losses.py`). The trainer holds one of the three and asks it; TRL's own loss code runs in all of
 them.
 
 Shapes: `B` rows, `P` prompt columns, `C` completion columns.

@@ -151,7 +151,7 @@ class ShardedStep:
         sharding ([`~cp.sharding.ContextSharding`]):
             How each is split over the ranks that run the same stage.
         group ([`~group.LossGroup`]):
-            Those ranks.
+            The ranks that share it.
         policy ([`~transformers.PreTrainedModel`]):
             The policy.
     """

@@ -248,7 +248,7 @@ class PipelinedLosses:
         **settings: Any,
     ) -> Scores:
         rows = {"input_ids": input_ids, "attention_mask": attention_mask}
-        # Where the policy is whole, headers are not needed to compute, but with them a failure of one rank reaches the
+        # A whole policy needs no headers to compute, but with them a failure of one rank reaches the
         # others.
         headers = self.passes.announce(phase, rows, logits_to_keep, chunk_rows=batch_size or 0)
         if self.pipelining.stage_weights is not None:

@@ -67,7 +67,7 @@ class PolicyCheckpoints:
         if self.pipelining.saves:
             timeout = float(self.run.args.ddp_timeout)
             save_policy(self.pipelining.stages, output_dir, self.pipelining.host_group, timeout=timeout)
-        # What else lies beside the policy.
+        # TRL writes the other files beside the policy.
         with attributes_set(self.run.model, save_pretrained=lambda *args, **kwargs: None):
             self.trl._save(output_dir)
 
@@ -115,7 +115,7 @@ class PolicyCheckpoints:
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         keep = self.pipelining.stage_weights.cut if self._by_stages else lambda whole: []
         saved = load_stage_weights(type(policy), folder, keep, dtype=dtype)
-        # With the buffers that checkpoints hold, such as those that balance experts.
+        # The state includes buffers that checkpoints hold, such as the biases that balance experts.
         theirs = saved.state_dict()
         with torch.no_grad():
             for name, own in policy.state_dict().items():

@@ -37,7 +37,7 @@ MAX_HELD_BYTES = 2 * 2**30
 
 # A prompt and its completion.
 Rollout = tuple[list[int], list[int]]
-# What the draft learns from rollouts, as far as this rank has it.
+# This rank's share of the hidden states and tokens that the draft learns from.
 Batches = list[Batch]
 
 
@@ -274,7 +274,7 @@ def _require_text(prompts: list) -> list:
 
 def longest_prompt(run: Run, count: int) -> int:
     """Tokens of the longest of the first prompts; 0 where none can be read before the run, as of a stream."""
-    # What a `rollout_func` takes need not be text.
+    # A `rollout_func` may take prompts that are no text.
     if isinstance(run.train_dataset, IterableDataset | None) or run.rollout_func is not None:
         return 0
     prompts = first_prompts(run, count)
@@ -316,7 +316,7 @@ def pretrain_draft(run: Run, learner: Learner, num_steps: int, source: PolicyRol
             anew where they would take more than 2 GiB per rank. They are those of the rollout itself where the
             speculative loop generated it.
         source ([`PolicyRollouts`]):
-            Where the rollouts come from.
+            The source of rollouts.
     """
     rows_per_step = run.args.per_device_train_batch_size
     rollouts_per_window = rows_per_step * run.args.steps_per_generation
@@ -361,7 +361,7 @@ def initialize_fresh_draft(run: Run, learner: Learner, source: PolicyRollouts) -
         learner ([`~run.Learner`]):
             Its draft, built, and its optimizer not yet.
         source ([`PolicyRollouts`]):
-            Where the batch comes from. With vLLM, and where no rank has the whole policy, only its prompts are used.
+            The source of the batch. With vLLM, and where no rank has the whole policy, only its prompts are used.
     """
     args, draft = run.args, learner.draft
     prompts_only = run.use_vllm or not args.holds_whole_policy

@@ -22,7 +22,7 @@ from .run import Run
 # In the order in which a micro-step goes through them.
 STAGES = ("nothing yet", "rollouts", "rollouts done", "rewards", "rewards done", "loss", "draft", "draft done")
 OF_THE_DRAFT = STAGES[-2:]
-# What torch's own errors and those of gloo say when a rank is gone or late.
+# Words in the errors of torch and gloo when a rank is gone or late.
 COLLECTIVE_ERRORS = ("Timed out waiting", "Connection closed by peer", "Connection reset", "pair closure", "gloo")
 NAMED_RANKS = 8
 
@@ -30,7 +30,7 @@ NAMED_RANKS = 8
 @dataclass
 class Progress:
     """
-    What a rank has come to.
+    Records how far a rank has come.
 
     Attributes:
         micro_step (`int`): micro-steps since training began.
@@ -59,24 +59,24 @@ class ProgressBoard:
         store (`torch.distributed.Store`):
             Kept by a process that outlives the ranks where possible, as torchrun does.
         rank (`int`), world_size (`int`):
-            Of this process.
+            Rank and number of the processes.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self.store, self.rank, self.world_size = dist.PrefixStore("trl_codraft/progress", store), rank, world_size
 
     def note(self, micro_step: int, stage: str) -> None:
-        """Says what this rank has come to."""
+        """Says how far this rank has come."""
         self.store.set(str(self.rank), json.dumps(asdict(Progress(micro_step, stage, time.time()))))
 
     def read(self) -> list[Progress]:
-        """By rank. One that has never said anything has come to nothing yet."""
+        """Reads the progress of each rank. A rank that has never said anything has done nothing yet."""
         silent = json.dumps(asdict(Progress(0, STAGES[0], time.time())))
         names = map(str, range(self.world_size))
         return [Progress(**json.loads(self.store.get(n) if self.store.check([n]) else silent)) for n in names]
 
     def explanation(self) -> str:
-        """Which ranks have come least far, and this one for comparison."""
+        """Names the ranks that have come least far, and this one for comparison."""
         try:
             progress = self.read()
         except RuntimeError as error:  # every error of a store is one
@@ -92,7 +92,7 @@ class ProgressBoard:
 
 class ProgressReports:
     """
-    Notes what this rank has come to, and explains errors of collectives by what the others have.
+    Notes how far this rank has come, and explains errors of collectives by how far the others have.
 
     Args:
         run ([`~run.Run`]):
@@ -100,7 +100,7 @@ class ProgressReports:
 
     Attributes:
         board ([`ProgressBoard`] or `None`):
-            Where all ranks report; `None` in a single process, or before training.
+            The board of all ranks; `None` in a single process, or before training.
     """
 
     def __init__(self, run: Run):

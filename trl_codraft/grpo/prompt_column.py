@@ -72,7 +72,7 @@ def held_out_prompts(eval_dataset: Any, count: int) -> list:
 
     Args:
         eval_dataset (`Any`):
-            What a trainer was given: a dataset, several by name, or `None`.
+            The argument of a trainer: a dataset, several by name, or `None`.
         count (`int`):
             How many at most.
 

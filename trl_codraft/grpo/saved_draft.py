@@ -21,7 +21,7 @@ from ..modeling.modeling_eagle3 import Eagle3DraftModel
 
 DRAFT_FOLDER = "draft"
 DRAFT_STATE_NAME = "draft_state.pt"
-# What [`~training.draft_trainer.DraftTrainer.load_state_dict`] reads.
+# Keys that [`~training.draft_trainer.DraftTrainer.load_state_dict`] reads.
 STATE_KEYS = {"draft", "target_ids", "optimizer", "scheduler", "num_updates", "num_pretrain_updates"}
 # Fields that decide what the draft's weights mean, or their shapes, and that neither the policy nor a setting of its
 # own decides: a draft that a run was started from brought them along.
@@ -42,7 +42,7 @@ MEANING_SETTINGS = {**SHAPE_SETTINGS, **dict.fromkeys(INHERITED_FIELDS, "draft_m
 @dataclass(frozen=True)
 class SavedDraft:
     """
-    What a checkpoint holds of a draft.
+    Describes the draft of a checkpoint as it lies there.
 
     Attributes:
         folder (`Path`): the checkpoint's `draft/`.
@@ -88,7 +88,7 @@ def read_draft(
 
     Args:
         saved ([`SavedDraft`]):
-            What [`find_draft`] has found.
+            The result of [`find_draft`].
         own ([`Eagle3DraftConfig`]):
             The run's draft.
         policy_config ([`~transformers.PreTrainedConfig`]):

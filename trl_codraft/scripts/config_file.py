@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 
-# What YAML 1.1 makes of the bare words `no`, `off`, `yes` and `on`, which are choices of some options.
+# YAML 1.1 reads these bare words as booleans, and they are choices of some options.
 WORDS_OF_BOOLS = {False: ("no", "off", "false"), True: ("yes", "on", "true")}
 LIST_NARGS = ("+", "*")
 MERGE_TAG = "tag:yaml.org,2002:merge"

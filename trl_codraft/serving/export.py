@@ -59,9 +59,9 @@ def export_draft(
         path (`str` or `os.PathLike`):
             Folder to write; an earlier draft in it is replaced.
         dtype (`torch.dtype`, *optional*):
-            What the weights are stored in; defaults to the policy's dtype, which is what servers run the draft in.
+            Dtype of the stored weights; defaults to the policy's dtype, which is what servers run the draft in.
         repo_id (`str`, *optional*):
-            Where the draft will live; stands in the card's commands.
+            Future repository of the draft; stands in the card's commands.
         base_model (`str`, *optional*):
             Repository id or path of the policy; defaults to where the policy was loaded from.
         adapter_of (`str`, *optional*):
@@ -69,7 +69,7 @@ def export_draft(
         in_policy_repo (`bool`, *optional*, defaults to `False`):
             Whether the draft is pushed as the folder `draft` of the policy's repository, for the card.
         scores (`Mapping[str, Any]`, *optional*):
-            What [`score_draft`] measured, for the card.
+            Results of [`score_draft`], for the card.
         license (`str`, *optional*):
             Licence identifier for the card.
         tags (`Sequence[str]`, *optional*, defaults to `()`):

@@ -49,7 +49,7 @@ ADAPTER_HINT = (
 )
 
 
-# What the card says of a measurement.
+# The card reports these keys of a measurement.
 SCORE_KEYS = (
     "accept_length",
     "accept_rate",
@@ -159,7 +159,7 @@ def draft_card(
         config ([`Eagle3DraftConfig`]):
             The draft's configuration.
         repo_id (`str`, *optional*):
-            Where the draft will live; stands in the commands.
+            Future repository of the draft; stands in the commands.
         path (`str`, *optional*):
             Folder of a draft without a repository of its own; stands in the commands.
         base_model (`str`, *optional*):
@@ -172,7 +172,7 @@ def draft_card(
         in_policy_repo (`bool`, *optional*, defaults to `False`):
             Whether the draft is pushed as the folder `draft` of the policy's repository.
         scores (`Mapping[str, Any]`, *optional*):
-            What [`score_draft`] measured on held-out prompts; at least [`SCORE_KEYS`].
+            Results of [`score_draft`] on held-out prompts; at least [`SCORE_KEYS`].
         license (`str`, *optional*):
             Licence identifier of the Hub.
         tags (`tuple[str, ...]`, *optional*, defaults to `()`):

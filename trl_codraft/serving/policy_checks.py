@@ -1,5 +1,5 @@
 """
-Where a draft folder and its policy disagree. What the folder alone says is the business of `validation.py`.
+Finds where a draft folder and its policy disagree. `validation.py` checks the folder alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from ..modeling.policy import is_elsewhere
 
 
 NOTE = "note: "
-# What servers run a draft in.
+# Dtypes in which servers run a draft.
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,5 +1,5 @@
 """
-What a policy's name stands for: a folder or a Hub repository, of a whole model or of a LoRA adapter, such as a run or
+Resolves a policy's name: a folder or a Hub repository, of a whole model or of a LoRA adapter, such as a run or
 one of its checkpoints leaves. Every command resolves its policy here.
 """
 
@@ -19,7 +19,7 @@ ADAPTER_FILE = "adapter_config.json"
 @dataclass(frozen=True)
 class PolicySource:
     """
-    Where a policy comes from.
+    Names the source of a policy.
 
     Args:
         name (`str`):

@@ -1,5 +1,5 @@
 """
-What a server would misread in a draft folder.
+Finds what a server would misread in a draft folder.
 
 vLLM, SGLang and speculators load a draft with missing tensors or a wrong key without a word; the output stays right
 and only acceptance drops to nothing. So each thing they do not check is checked here, on the files alone.
@@ -50,7 +50,7 @@ SIZES = (
     "target_hidden_size",
     "max_position_embeddings",
 )
-# What vLLM takes from `transformer_layer_config` and would otherwise find in the defaults of a Llama model.
+# vLLM takes these keys from `transformer_layer_config` and would otherwise find them in the defaults of a Llama model.
 LAYER_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -63,7 +63,7 @@ LAYER_KEYS = (
     "max_position_embeddings",
     "rope_parameters",
 )
-# Where a fresh draft starts, and a draft trained little may still be.
+# These weights of a fresh draft are zero, and may still be after little training.
 MAY_BE_ZERO = ("o_proj.weight", "down_proj.weight")
 
 
@@ -99,7 +99,7 @@ def validate_draft(path: str | os.PathLike, policy: nn.Module | PreTrainedConfig
         policy_config = policy_config.get_text_config()
         policy_dtype = model.dtype if model is not None else policy_config.dtype
         if isinstance(policy_dtype, str):
-            # What saving a model leaves in its configuration.
+            # A saved configuration names its dtype so.
             policy_dtype = getattr(torch, policy_dtype)
     checks = [
         _check_files(strays),

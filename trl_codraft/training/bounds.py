@@ -1,4 +1,4 @@
-"""What values a setting may have, and the error that names the setting and its value where it has another."""
+"""Bounds the values of settings; an error names the setting and its value."""
 
 import math
 import os
@@ -27,7 +27,7 @@ class Bounds:
 
     @property
     def description(self) -> str:
-        """What the setting must be, as it follows "must be"."""
+        """Describes the allowed values, as they follow "must be"."""
         raise NotImplementedError
 
     def allows(self, value: Any) -> bool:
@@ -147,9 +147,9 @@ def check_all(settings: Any, bounds: Mapping[str, Bounds]) -> None:
 
     Args:
         settings (`Any`):
-            What has them.
+            The object that has the settings.
         bounds (`Mapping[str, Bounds]`):
-            What each may be.
+            The allowed values of each.
 
     Raises:
         ValueError: at the first that is something else.

@@ -27,7 +27,7 @@ from .sharded_adamw import ShardedAdamW
 
 logger = logging.getLogger(__name__)
 
-# What the settings of the draft's training may be; a run that names them otherwise has the same bounds.
+# Bounds of the settings of the draft's training; a run that names them otherwise has the same bounds.
 TRAINING_BOUNDS = {
     "num_passes": Whole(least=1),
     "decay": Number(above=0, most=1, advice="1 weighs all passes alike."),

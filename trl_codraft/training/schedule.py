@@ -17,7 +17,7 @@ def build_schedule(
         kind (`str`):
             One of [`~transformers.SchedulerType`].
         optimizer (`torch.optim.Optimizer`):
-            What it schedules.
+            The optimizer that it schedules.
         warmup_steps (`int`):
             Steps of warmup.
         num_training_steps (`int`):

@@ -86,7 +86,7 @@ class ShardedAdamW(torch.optim.AdamW):
             )
         self.pieces = cut_weights(weights, sharers.size())
         own = [piece for piece in self.pieces if piece.owner == sharers.rank()]
-        # What the optimizer proper sees: views of the weights.
+        # The optimizer proper sees views of the weights.
         self.own = {piece: piece.of(piece.weight) for piece in own}
         parts, end = [], 0
         for group, size in zip(groups, self.sizes, strict=True):

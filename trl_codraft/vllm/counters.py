@@ -24,7 +24,7 @@ def stats_from_metrics(metrics: Iterable[Any]) -> SpeculativeStats:
 
     Args:
         metrics (`Iterable`):
-            What `LLM.get_metrics()` returns: objects with a `name`, and a `value` or (accepted by position) `values`.
+            The result of `LLM.get_metrics()`: objects with a `name`, and a `value` or (accepted by position) `values`.
 
     Returns:
         [`SpeculativeStats`]: with `verifications`, `drafted`, `accepted` and `accepted_per_position` set.

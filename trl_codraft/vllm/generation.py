@@ -63,7 +63,7 @@ def plain_vllm_reason(
 
     Args:
         device (`torch.device`):
-            Where the run computes.
+            Device of the run.
         sampling (`dict[str, Any]`):
             Parameters of its sampling, with `temperature`.
         server_draft (`dict[str, Any]`, *optional*):
@@ -129,7 +129,7 @@ class DraftVLLMGeneration(VLLMGeneration):
     _draft: Eagle3DraftModel | None = None
     _pushes_draft = False
     _counted = SpeculativeStats()
-    # Where each rank has a part of the policy: whether it is so, and the ranks of the pipeline that pushes it.
+    # Whether each rank has its stages of the policy alone, and the ranks of the pipeline that pushes them.
     _by_stages = False
     _pushing: dist.ProcessGroup | None = None
     _stream: WholeStream | None = None
@@ -198,7 +198,7 @@ class DraftVLLMGeneration(VLLMGeneration):
         return self._pass if self._stream is None else self._stream.stream(self._pass)
 
     def _describe_stages(self) -> None:
-        """What TRL would iterate over the policy for: the tensors of a push, known before the first one is sent."""
+        """Lists the tensors of a push before the first one is sent; TRL would iterate over the policy for that."""
         if self._stream is not None:
             self._stream.begin()
         elif self._by_stages and self._weight_metadata is None:
@@ -296,7 +296,7 @@ class DraftVLLMGeneration(VLLMGeneration):
     # Server
 
     def _inspect_server(self) -> dict[str, Any]:
-        """What the server's own description says of its draft."""
+        """Reads the server's own description of its draft."""
         client = self.vllm_client
         speculation = client.get_server_info()["speculative_config"] or {}
         response = client.session.get(f"{client.base_url}/openapi.json")

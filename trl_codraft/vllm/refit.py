@@ -36,7 +36,7 @@ def write_engine_draft(draft: Eagle3DraftModel, dtype: torch.dtype, policy_name:
         dtype (`torch.dtype`):
             The policy's.
         policy_name (`str`):
-            Where the engine loads the policy from.
+            The folder or repository that the engine loads the policy from.
         folder (`Path`):
             Folder to write.
     """
@@ -48,8 +48,8 @@ def write_engine_draft(draft: Eagle3DraftModel, dtype: torch.dtype, policy_name:
 
 def refit_tensors(draft: Eagle3DraftModel, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
     """
-    What a refit sends: every tensor of the draft under its name on disk, where it lies, floating-point ones in
-    `dtype`. `t2d` is left out, servers do not read it.
+    Returns the tensors that a refit sends: every tensor of the draft under its name on disk, where it lies,
+    floating-point ones in `dtype`. `t2d` is left out, servers do not read it.
     """
     state = draft.state_dict()
     tensors = []
@@ -135,7 +135,7 @@ def server_answers(client: "VLLMClient") -> bool:
 
 
 class ServerFailure(RuntimeError):
-    """What went wrong on one rank with a server, or with a push to it, raised on all ranks."""
+    """Reports on all ranks an error of one rank with a server, or with a push to it."""
 
 
 class RaisesWhenRead:
@@ -164,13 +164,13 @@ def run_while_alive(
 
     Args:
         work (`Callable`):
-            What takes the server.
+            The call that takes the server.
         is_alive (`Callable`):
             Whether the server answers.
         device (`torch.device`):
             Device of the work, made current in the thread.
         doing (`str`):
-            What the server does, for messages: `"it generated"`.
+            The server's action, for messages: `"it generated"`.
         grace (`float`), interval (`float`):
             Seconds without an answer after which the server counts as dead, and seconds between questions.
         timeout (`float`):
