@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from tiny import tiny_policy
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from trl_codraft.modeling.policy import decoder_of
 from trl_codraft.modeling.taps import TapRecorder
@@ -212,3 +212,18 @@ def test_policies_with_several_hidden_states_per_token_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="several hidden states of each token.*use_draft=False"):
         TapRecorder(policy, TAPS)
+
+
+def test_layers_that_run_in_a_loop_are_refused_before_any_forward():
+    config = AutoConfig.for_model(
+        "dory",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    with pytest.raises(ValueError, match="model type `dory`.*`n_recurrent_loops=2`.*`use_draft=False`"):
+        TapRecorder(AutoModelForCausalLM.from_config(config), [0, 1])

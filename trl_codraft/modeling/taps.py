@@ -17,6 +17,8 @@ from .policy import decoder_of, name_of
 
 # Fields that families with several hidden states of each token declare: AltUp, hyper-connections.
 SEVERAL_STATES = ("altup_num_inputs", "hc_mult")
+# Fields that families declare whose layers run several times for each token.
+LOOPS = ("n_recurrent_loops", "loop_num_passes")
 
 
 def let_compiled_forwards_see_hooks() -> None:
@@ -94,6 +96,13 @@ class TapRecorder:
         for field in SEVERAL_STATES:
             if (getattr(config, field, None) or 1) > 1:
                 raise ValueError(_several_states(self._policy_name, f"`{field}={getattr(config, field)}`"))
+        for field in LOOPS:
+            turns = getattr(config, field, None) or 1
+            if turns > 1:
+                raise ValueError(
+                    f"{self._policy_name} runs layers several times for each token (`{field}={turns}`), "
+                    "of which a draft would see one turn. Set `use_draft=False` to train it without a draft."
+                )
         num_layers = len(decoder.layers)
         tap_layers = tuple(tap_layers)
         if not tap_layers or list(tap_layers) != sorted(set(tap_layers)):
